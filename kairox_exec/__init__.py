@@ -1,0 +1,1 @@
+"""The same decisions on real devices. Torch lives only here."""

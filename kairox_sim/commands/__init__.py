@@ -1,0 +1,1 @@
+"""The commands of the `kairox` program, thin over the Python API."""

@@ -1,0 +1,5 @@
+"""The one error a user can cause: bad input, said plainly. The command line prints it and exits with 2."""
+
+
+class KairoxError(ValueError):
+    """Bad input. The message says what was got, what is allowed and what to do."""

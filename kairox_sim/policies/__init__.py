@@ -1,0 +1,1 @@
+"""Caching policies: what to promote and what to evict."""
