@@ -1,0 +1,404 @@
+"""NeuronCache: which neuron sits in which slot. The simulator and the executor hold the same one.
+
+It decides nothing (the policy does) and times nothing (the driver does). Called from one thread.
+Per layer-step: plan -> (driver copies) -> commit what landed -> lookup; end_step after the last
+layer. With trigger = after the order is commit, lookup, plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from math import nan
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from kairox_sim.controllers import Controller, Knobs
+from kairox_sim.errors import KairoxError
+from kairox_sim.policies.base import (
+    ABSENT,
+    ARRIVING,
+    NOTHING,
+    PINNED,
+    RESIDENT,
+    Ids,
+    Observes,
+    Policy,
+    Share,
+)
+from kairox_sim.record import StepCounts, StepRecord
+
+UNLIMITED = 2**31 - 1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Swap:
+    """Neurons copied in together; lands as a whole."""
+
+    id: int
+    layer: int
+    promote: Ids  # [n] in issue order
+    slots: Ids  # [n] the slot each one takes
+    evict: Ids  # whose slots these were, if taken from somebody in this plan
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Split:
+    """Who computes what in one layer-step: on_time and residual, disjoint, are all evaluated."""
+
+    hit_resident: int
+    on_time: Ids
+    residual: Ids  # late ones included
+    late: Ids
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Planned:
+    layer: int
+    predicted: Ids
+    share: Share | None
+    swaps: tuple[Swap, ...]
+    evicted: Ids
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Committed:
+    swap_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LookedUp:
+    layer: int
+    evaluated: Ids
+    active: Ids | None
+    share: Share | None
+    split: Split
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Cancelled:
+    swap_id: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepEnded:
+    record: StepRecord
+    knobs: Knobs
+
+
+Event = Planned | Committed | LookedUp | Cancelled | StepEnded
+
+
+class NeuronCache:
+    """Slots, residency and in-flight copies of every layer.
+
+    slots: per layer or one number for all; pinned neurons take slots too. More slots than neurons
+    leaves the rest unused. `warm` neurons start resident (not loads); `pinned` stay for the run.
+    `journal` is told every call and its outcome, for the call log.
+    """
+
+    def __init__(
+        self,
+        n_layers: int,
+        n_neurons: int,
+        slots: int | Sequence[int],
+        policy: Policy,
+        controller: Controller,
+        *,
+        pinned: Sequence[ArrayLike] | None = None,
+        warm: Sequence[ArrayLike] | None = None,
+        swap_neurons: int = 16,
+        observes: Observes | None = None,
+        journal: Callable[[Event], None] | None = None,
+    ) -> None:
+        if n_layers < 1 or n_neurons < 1 or swap_neurons < 1:
+            raise KairoxError(
+                f"n_layers, n_neurons and swap_neurons must be 1 or more, got {n_layers}, "
+                f"{n_neurons}, {swap_neurons}"
+            )
+        given = [slots] * n_layers if isinstance(slots, int) else [int(s) for s in slots]
+        if len(given) != n_layers or min(given) < 0:
+            raise KairoxError(f"slots must be {n_layers} numbers of 0 or more, got {given}")
+        if controller.sets and not controller.sets & policy.knobs:
+            raise KairoxError(
+                f"{type(controller).__name__} sets {sorted(controller.sets)} and "
+                f"{type(policy).__name__} reads {sorted(policy.knobs) or 'nothing'}: "
+                "they have nothing in common; use the fixed controller or another policy"
+            )
+        self.n_layers, self.n_neurons = n_layers, n_neurons
+        self.policy, self.controller = policy, controller
+        self.swap_neurons = swap_neurons
+        self.observes: Observes = observes or policy.default_observes
+        self.journal = journal
+        self.capacity = [min(s, n_neurons) for s in given]  # usable slots per layer
+
+        self.state = np.zeros((n_layers, n_neurons), np.uint8)  # [n_layers, n_neurons]
+        self.slot_of = np.full((n_layers, n_neurons), -1, np.int32)  # [n_layers, n_neurons]
+        self._unused = np.zeros((n_layers, n_neurons), bool)  # loaded and resident, never yet used
+        self._free: list[NDArray[np.int32]] = []  # per layer, a stack; the last one goes first
+        self._before: list[NDArray[np.uint8] | None] = [None] * n_layers  # state before the plan
+        self._predicted: list[Ids | None] = [None] * n_layers
+        self._fresh: dict[int, list[Ids]] = {}  # layer -> promoted in the latest commit call
+        self.in_flight: dict[int, Swap] = {}  # by swap id, in issue order
+        self._next_id = 0
+        self.totals = {"loads": 0, "used": 0, "wasted": 0, "cancelled": 0}
+        self._reset_counts()
+        for layer in range(n_layers):
+            self._fill(layer, pinned, warm)
+
+    def _fill(
+        self, layer: int, pinned: Sequence[ArrayLike] | None, warm: Sequence[ArrayLike] | None
+    ) -> None:
+        fixed = self._ids(pinned[layer]) if pinned is not None else NOTHING
+        first = self._ids(warm[layer]) if warm is not None else NOTHING
+        first = np.setdiff1d(first, fixed).astype(np.int32)
+        taken = np.concatenate([fixed, first])
+        if taken.size > self.capacity[layer]:
+            raise KairoxError(
+                f"layer {layer}: {fixed.size} pinned and {first.size} warm neurons do not fit in "
+                f"{self.capacity[layer]} slots; give more slots or fewer neurons"
+            )
+        self.state[layer, fixed] = PINNED
+        self.state[layer, first] = RESIDENT
+        self.slot_of[layer, taken] = np.arange(taken.size, dtype=np.int32)
+        # Highest slot at the bottom, so that slots are handed out from the lowest up.
+        self._free.append(np.arange(self.capacity[layer] - 1, taken.size - 1, -1, dtype=np.int32))
+
+    # -- the four calls of a layer-step ---------------------------------------------------------
+
+    def plan(self, layer: int, predicted: ArrayLike, share: Share | None = None) -> list[Swap]:
+        """Ask the policy; evict now, reserve slots, and return the copies to start, in order."""
+        seen = self._ids(predicted)
+        state = self.state[layer]
+        if self._before[layer] is None:
+            self._before[layer] = state.copy()
+        self._predicted[layer] = seen
+        if self.observes == "predicted":
+            self.policy.observe(layer, seen, share)
+        knobs = self.controller.knobs
+        limit = UNLIMITED if knobs.max_swaps is None else knobs.max_swaps * self.swap_neurons
+        promote, evict = self.policy.plan(
+            layer, seen, _read_only(state), self._free[layer].size, limit, knobs
+        )
+        self._require_legal(layer, seen, promote, evict, limit)
+        swaps = self._apply(layer, promote, evict)
+        self._tell(Planned(layer, seen, share, tuple(swaps), evict))
+        return swaps
+
+    def commit(self, swap_ids: Iterable[int]) -> None:
+        """These swaps have landed. Called once before each lookup, with nothing if need be."""
+        self._fresh = {}
+        ids = tuple(swap_ids)
+        for swap_id in ids:
+            swap = self.in_flight.pop(swap_id, None)
+            if swap is None:
+                raise KairoxError(f"swap {swap_id} landed, but is not in flight")
+            self.state[swap.layer, swap.promote] = RESIDENT
+            self._unused[swap.layer, swap.promote] = True
+            self._fresh.setdefault(swap.layer, []).append(swap.promote)
+        self._tell(Committed(ids))
+
+    def lookup(
+        self,
+        layer: int,
+        evaluated: ArrayLike,
+        active: ArrayLike | None = None,
+        share: Share | None = None,
+    ) -> Split:
+        """Freeze this layer-step's split. `active` defaults to unknown; share is of `evaluated`."""
+        wanted = self._ids(evaluated)
+        fired = None if active is None else self._ids(active)
+        if self.observes == "active":
+            self.policy.observe(layer, wanted if fired is None else fired, share)
+        here = self.state[layer, wanted]
+        on_device = here >= RESIDENT
+        on_time, residual = wanted[on_device], wanted[~on_device]
+        split = Split(
+            hit_resident=self._resident_before(layer, wanted, here),
+            on_time=on_time,
+            residual=residual,
+            late=wanted[here == ARRIVING],
+        )
+        used_first = int(np.count_nonzero(self._unused[layer, on_time]))
+        self._unused[layer, on_time] = False
+        self.totals["used"] += used_first
+        self._count_lookup(layer, wanted, fired, split, used_first)
+        self._before[layer] = None
+        self._predicted[layer] = None
+        self._tell(LookedUp(layer, wanted, fired, share, split))
+        return split
+
+    def end_step(self, record: StepRecord) -> Knobs:
+        """Let the controller see the step; its knobs hold for the next one."""
+        knobs = self.controller.update(record)
+        self._tell(StepEnded(record, knobs))
+        return knobs
+
+    def cancel(self, swap_id: int) -> None:
+        """A copy will never land: its neurons are absent again and their slots free."""
+        swap = self.in_flight.pop(swap_id, None)
+        if swap is None:
+            raise KairoxError(f"swap {swap_id} was cancelled, but is not in flight")
+        self.state[swap.layer, swap.promote] = ABSENT
+        self.slot_of[swap.layer, swap.promote] = -1
+        self._free[swap.layer] = np.concatenate([self._free[swap.layer], swap.slots])
+        self._cancelled += swap.promote.size
+        self.totals["cancelled"] += swap.promote.size
+        self._tell(Cancelled(swap_id))
+
+    def take_counts(self) -> StepCounts:
+        """What was counted since the last call; the driver merges it into its StepRecord."""
+        counts = StepCounts(
+            evaluated=self._evaluated,
+            active=self._active,
+            predicted=self._n_predicted if self._any_predicted else nan,
+            predicted_active=self._n_predicted_active if self._any_predicted else nan,
+            hit_resident=self._hit_resident,
+            hit_on_time=self._hit_on_time,
+            late=self._late,
+            residual=self._evaluated - self._hit_on_time,
+            loads=self._loads,
+            loads_used_first=self._used_first,
+            wasted=self._wasted,
+            cancelled=self._cancelled,
+            evictions=self._evictions,
+        )
+        self._reset_counts()
+        return counts
+
+    @property
+    def unused_yet(self) -> int:
+        """Loads that are resident and still wait for a first use, or are in flight."""
+        flying = sum(swap.promote.size for swap in self.in_flight.values())
+        return int(np.count_nonzero(self._unused)) + flying
+
+    def is_whole(self, layer: int) -> bool:
+        """Whether every neuron of the layer is resident, so that the host has nothing to do."""
+        if self.capacity[layer] < self.n_neurons:
+            return False
+        return bool((self.state[layer] >= RESIDENT).all())
+
+    def check(self) -> None:
+        """Raise AssertionError if an invariant is broken."""
+        flying = np.zeros((self.n_layers, self.n_neurons), bool)
+        for swap in self.in_flight.values():
+            assert not flying[swap.layer, swap.promote].any(), "two copies of one neuron in flight"
+            flying[swap.layer, swap.promote] = True
+            assert (self.slot_of[swap.layer, swap.promote] == swap.slots).all(), "slot was moved"
+        assert ((self.state == ARRIVING) == flying).all(), "arriving is not what is in flight"
+        assert ((self.slot_of >= 0) == (self.state != ABSENT)).all(), "a slot without a neuron"
+        assert not (self._unused & (self.state != RESIDENT)).any(), "unused yet but not resident"
+        for layer in range(self.n_layers):
+            owned = self.slot_of[layer][self.slot_of[layer] >= 0]
+            all_slots = np.sort(np.concatenate([owned, self._free[layer]]))
+            assert (all_slots == np.arange(self.capacity[layer])).all(), "a slot lost or shared"
+        totals = self.totals
+        met = totals["used"] + totals["wasted"] + totals["cancelled"] + self.unused_yet
+        assert totals["loads"] == met, f"{totals['loads']} loads, {met} accounted for"
+
+    # -- inside ---------------------------------------------------------------------------------
+
+    def _apply(self, layer: int, promote: Ids, evict: Ids) -> list[Swap]:
+        state, slot_of = self.state[layer], self.slot_of[layer]
+        freed = slot_of[evict]
+        wasted = int(np.count_nonzero(self._unused[layer, evict]))
+        self._unused[layer, evict] = False
+        state[evict], slot_of[evict] = ABSENT, -1
+        self._wasted += wasted
+        self.totals["wasted"] += wasted
+        self._evictions += evict.size
+
+        # Slots freed here are taken first, in the order of `evict`, so that swaps can name them.
+        free = np.concatenate([self._free[layer], freed[::-1]])
+        slots = free[::-1][: promote.size].copy()
+        self._free[layer] = free[: free.size - promote.size]
+        state[promote], slot_of[promote] = ARRIVING, slots
+        self._loads += promote.size
+        self.totals["loads"] += promote.size
+        swaps = []
+        for at in range(0, promote.size, self.swap_neurons):
+            part = slice(at, at + self.swap_neurons)
+            swap = Swap(self._next_id, layer, promote[part], slots[part], evict[part])
+            self.in_flight[swap.id] = swap
+            self._next_id += 1
+            swaps.append(swap)
+        return swaps
+
+    def _require_legal(self, layer: int, seen: Ids, promote: Ids, evict: Ids, limit: int) -> None:
+        state = self.state[layer]
+        name = type(self.policy).__name__
+        room = min(limit, self._free[layer].size + evict.size)
+        if promote.size > room:
+            raise KairoxError(f"{name} promotes {promote.size} neurons; {room} fit")
+        for what, ids, allowed in (("promotes", promote, ABSENT), ("evicts", evict, RESIDENT)):
+            if ids.size and (np.unique(ids).size != ids.size or (state[ids] != allowed).any()):
+                raise KairoxError(
+                    f"{name} {what} neurons twice or not in state {allowed} "
+                    "(0 absent, 1 arriving, 2 resident, 3 pinned)"
+                )
+        if evict.size and np.isin(evict, seen).any():
+            raise KairoxError(f"{name} evicts neurons seen in this very layer-step")
+
+    def _resident_before(self, layer: int, wanted: Ids, here: NDArray[np.uint8]) -> int:
+        before = self._before[layer]
+        if before is not None:
+            return int(np.count_nonzero(before[wanted] >= RESIDENT))
+        resident = int(np.count_nonzero(here >= RESIDENT))
+        fresh = self._fresh.get(layer)
+        if fresh:  # nothing was planned first: before means ahead of the commits of this poll
+            resident -= int(np.isin(wanted, np.concatenate(fresh), assume_unique=True).sum())
+        return resident
+
+    def _count_lookup(
+        self, layer: int, wanted: Ids, fired: Ids | None, split: Split, used_first: int
+    ) -> None:
+        self._evaluated += wanted.size
+        self._active += nan if fired is None else fired.size
+        self._hit_resident += split.hit_resident
+        self._hit_on_time += split.on_time.size
+        self._late += split.late.size
+        self._used_first += used_first
+        predicted = self._predicted[layer]
+        if predicted is not None:
+            self._any_predicted = True
+            self._n_predicted += predicted.size
+            if fired is None:
+                self._n_predicted_active = nan
+            else:
+                both = np.isin(fired, predicted, assume_unique=True)
+                self._n_predicted_active += int(both.sum())
+
+    def _reset_counts(self) -> None:
+        self._evaluated = self._hit_resident = self._hit_on_time = self._late = 0
+        self._loads = self._used_first = self._wasted = self._cancelled = self._evictions = 0
+        self._active = 0.0
+        self._n_predicted = 0
+        self._n_predicted_active = 0.0
+        self._any_predicted = False
+
+    def _ids(self, ids: ArrayLike) -> Ids:
+        array = np.asarray(ids)
+        if array.size == 0:
+            return NOTHING
+        if array.ndim != 1 or array.dtype.kind not in "iu":
+            raise KairoxError(
+                f"neuron ids must be a list of integers, got {array.dtype} {array.shape}"
+            )
+        if array.size > 1 and not (array[1:] > array[:-1]).all():
+            array = np.unique(array)
+        if array[0] < 0 or array[-1] >= self.n_neurons:
+            raise KairoxError(
+                f"neuron ids must be 0 to {self.n_neurons - 1}, got {array[0]} to {array[-1]}"
+            )
+        return array.astype(np.int32, copy=False)
+
+    def _tell(self, event: Event) -> None:
+        if self.journal is not None:
+            self.journal(event)
+
+
+def _read_only(state: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    view = state.view()
+    view.flags.writeable = False
+    return view

@@ -1,0 +1,98 @@
+"""Controllers: watch what a step took and return the next step's knobs. The cache applies them.
+
+Add one: a class here, a row in CONTROLLERS.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import isnan
+from typing import ClassVar, Protocol
+
+from kairox_sim.errors import KairoxError
+from kairox_sim.record import StepRecord
+
+
+@dataclass(frozen=True, slots=True)
+class Knobs:
+    """What a controller may set. A policy's class names the knobs it reads."""
+
+    threshold_scale: float = 1.0  # multiplies theta_promote: lower means more migration
+    max_swaps: int | None = None  # swaps per layer-step; None is unlimited
+    decay: float | None = None  # a ranking policy's smoothing; None keeps its own
+
+
+class Controller(Protocol):
+    """`update` sees the step that ended and returns the knobs of the next."""
+
+    sets: ClassVar[frozenset[str]]
+
+    @property
+    def knobs(self) -> Knobs:
+        """The knobs in force for the coming step."""
+        ...
+
+    def update(self, record: StepRecord) -> Knobs: ...
+
+
+class Fixed:
+    """Never changes anything: the baseline every controller is measured against."""
+
+    sets: ClassVar[frozenset[str]] = frozenset()
+
+    def __init__(self, threshold_scale: float = 1.0, max_swaps: int | None = None) -> None:
+        if threshold_scale <= 0:
+            raise KairoxError(f"threshold_scale must be above 0, got {threshold_scale}")
+        if max_swaps is not None and max_swaps < 0:
+            raise KairoxError(f"max_swaps must be 0 or more, got {max_swaps}")
+        self.knobs = Knobs(threshold_scale=threshold_scale, max_swaps=max_swaps)
+
+    def update(self, record: StepRecord) -> Knobs:
+        return self.knobs
+
+
+class Anb:
+    """Adaptive neuron balancing as the Kairox Guide's listing gives it.
+
+    delta = T_cpu - max(T_gpu, T_io). A slow CPU (delta > 0) lowers threshold_scale, so that more
+    neurons are promoted; otherwise a slow link (T_io > T_gpu) raises it. It never relaxes while
+    neither holds. The OSDI '26 paper's ANB (per-layer decay) is a different controller.
+    """
+
+    sets: ClassVar[frozenset[str]] = frozenset({"threshold_scale"})
+
+    EPSILON_S = 1e-8  # the guide's 1e-5 ms; keeps the ratios finite
+
+    def __init__(
+        self,
+        eta_up: float = 0.05,
+        eta_down: float = 0.08,
+        lowest: float = 0.40,
+        highest: float = 2.00,
+        initial: float = 1.0,
+    ) -> None:
+        if not 0 < lowest <= initial <= highest:
+            raise KairoxError(
+                f"ANB needs 0 < lowest <= initial <= highest, got {lowest}, {initial}, {highest}"
+            )
+        if eta_up < 0 or eta_down < 0:
+            raise KairoxError(f"ANB's rates must be 0 or more, got {eta_up} and {eta_down}")
+        self.eta_up, self.eta_down = eta_up, eta_down
+        self.lowest, self.highest = lowest, highest
+        self.knobs = Knobs(threshold_scale=initial)
+
+    def update(self, record: StepRecord) -> Knobs:
+        t_gpu, t_cpu, t_io = record.gpu_busy_s, record.cpu_busy_s, record.swap_busy_s
+        if isnan(t_gpu) or isnan(t_cpu) or isnan(t_io):
+            raise KairoxError("ANB needs gpu_busy_s, cpu_busy_s and swap_busy_s; one is unknown")
+        scale = self.knobs.threshold_scale
+        delta = t_cpu - max(t_gpu, t_io)
+        if delta > 0:
+            scale -= self.eta_up * (delta / (t_cpu + self.EPSILON_S))
+        elif t_io > t_gpu:
+            scale += self.eta_down * ((t_io - t_gpu) / (t_io + self.EPSILON_S))
+        self.knobs = Knobs(threshold_scale=min(max(scale, self.lowest), self.highest))
+        return self.knobs
+
+
+CONTROLLERS: dict[str, type[Fixed] | type[Anb]] = {"fixed": Fixed, "anb": Anb}

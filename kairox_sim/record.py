@@ -1,0 +1,73 @@
+"""StepRecord: what one forward pass did and how long it took; the same columns simulated and live.
+
+Counts are neurons summed over the layers of the step unless the name says bytes. Unknown is nan,
+never 0. `unexplained_s` (wall - gpu_busy - waits) is derived in `metrics`, never stored here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from math import nan
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class StepCounts:
+    """What the cache counted in one step; see StepRecord for the meaning of each."""
+
+    evaluated: int
+    active: float  # nan when the true set was not known (gating = predicted, live)
+    predicted: float  # nan when nothing was predicted for any layer
+    predicted_active: float
+    hit_resident: int
+    hit_on_time: int
+    late: int
+    residual: int
+    loads: int
+    loads_used_first: int
+    wasted: int
+    cancelled: int
+    evictions: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """One forward pass: a decode token, or one prefill chunk."""
+
+    seq: int
+    step: int  # counts forward passes over the whole run
+    phase: str  # "prefill" | "decode"
+    n_tokens: int
+    context_len: int  # tokens in the KV cache after this step
+    wall_s: float
+    gpu_busy_s: float  # T_gpu: union of GPU work inside the step
+    cpu_busy_s: float  # T_cpu: union of the pool's work on residual rows
+    swap_busy_s: float  # T_io: union of h2d time carrying swaps
+    act_busy_s: float  # transfers of x and of partial sums, both directions
+    predict_s: float  # part of gpu_busy_s
+    decide_s: float  # the policy's own thinking
+    wait_cpu_s: float  # GPU idle, waiting for the host's partial sums
+    wait_io_s: float  # GPU idle, waiting for swaps
+    wait_decide_s: float  # GPU idle, waiting for the policy
+    evaluated: float
+    active: float
+    predicted: float
+    predicted_active: float  # predicted and active
+    hit_resident: float  # evaluated and resident before this layer-step planned anything
+    hit_on_time: float  # evaluated on the GPU
+    late: float  # evaluated while still arriving
+    residual: float  # evaluated on the CPU
+    loads: float  # neurons whose copy was issued
+    loads_used_first: float  # loads met by their first on-time use in this step
+    wasted: float  # loads evicted before their first use
+    cancelled: float
+    evictions: float
+    h2d_bytes: float  # bytes of the loads issued
+    threshold_scale: float  # the knob in force during this step; nan if nothing reads it
+
+    @classmethod
+    def with_unknown(cls, **known: Any) -> StepRecord:
+        """A record whose numeric fields are nan except the ones given."""
+        blank: dict[str, Any] = {f.name: nan for f in fields(cls)}
+        blank |= {"seq": 0, "step": 0, "phase": "decode", "n_tokens": 1, "context_len": 0}
+        return cls(**(blank | known))
