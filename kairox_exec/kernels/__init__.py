@@ -1,1 +1,1 @@
-"""The FFN kernels: a readable torch reference and a fast numba version of the same few functions."""
+"""The FFN kernels: a readable torch reference, and the same few functions fast, in numba."""

@@ -1,0 +1,254 @@
+"""Model families: where a decoder layer keeps its FFN, and when a neuron fires. One row per family.
+
+A neuron `i` fires for a token when its gate `g_i = gate_i . x + b_i` exceeds the threshold (0 for
+ReLU, the model's own for FATReLU); its activation is then `g_i`, else exactly 0. Gated families
+(ReGLU) multiply it by the up projection, OPT does not. Activations that are never exactly zero
+(SiLU, GELU) are refused: skipping their neurons would change the output.
+
+Sources: LLaMA (arXiv:2302.13971), OPT (arXiv:2205.01068), ProSparse's FATReLU (arXiv:2402.13516).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from kairox_sim.errors import KairoxError
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """Dotted paths are relative to the model (`layers`) or to one decoder layer (all others)."""
+
+    name: str
+    model_types: tuple[str, ...]  # `model_type` values of config.json
+    gated: bool
+    activation_key: str  # the config key that names the activation
+    activations: tuple[str, ...]  # allowed values of that key
+    layers: str
+    attn_norm: str
+    ffn_norm: str  # its output is the FFN's input x
+    gate: str  # fc1 where not gated
+    up: str | None
+    down: str  # fc2 where not gated
+    act: str
+    replaced: str  # the module a hybrid FFN takes the place of
+    bypassed: tuple[str, ...]  # modules after it that become the identity
+
+
+FAMILIES: tuple[Family, ...] = (
+    Family(
+        name="llama",
+        model_types=("llama", "mistral"),
+        gated=True,
+        activation_key="hidden_act",
+        activations=("relu", "fatrelu"),
+        layers="model.layers",
+        attn_norm="input_layernorm",
+        ffn_norm="post_attention_layernorm",
+        gate="mlp.gate_proj",
+        up="mlp.up_proj",
+        down="mlp.down_proj",
+        act="mlp.act_fn",
+        replaced="mlp",
+        bypassed=(),
+    ),
+    Family(
+        name="opt",
+        model_types=("opt",),
+        gated=False,
+        activation_key="activation_function",
+        activations=("relu", "fatrelu"),
+        layers="model.decoder.layers",
+        attn_norm="self_attn_layer_norm",
+        ffn_norm="final_layer_norm",
+        gate="fc1",
+        up=None,
+        down="fc2",
+        act="activation_fn",
+        replaced="fc1",
+        bypassed=("activation_fn", "fc2"),
+    ),
+)
+
+
+class FatRelu(nn.Module):
+    """x where x > threshold, else 0 (ProSparse, section 3.3). Threshold 0 is ReLU."""
+
+    def __init__(self, threshold: float) -> None:
+        super().__init__()
+        self.threshold = threshold
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.where(x > self.threshold, x, torch.zeros_like(x))
+
+
+def fires(gate: torch.Tensor, threshold: float) -> torch.Tensor:
+    """bool, same shape: which gate values make their neuron active."""
+    return gate > threshold
+
+
+def family_of(config: Any) -> Family:
+    """The row of a model, from its configuration (a transformers config or a config.json dict)."""
+    model_type = _get(config, "model_type")
+    family = next((f for f in FAMILIES if model_type in f.model_types), None)
+    if family is None:
+        known = ", ".join(t for f in FAMILIES for t in f.model_types)
+        raise KairoxError(
+            f"model_type {model_type!r} is not known (known: {known}). "
+            "Add a row to kairox_exec/families.py if its FFN has the same parts."
+        )
+    activation = _get(config, family.activation_key)
+    if activation not in family.activations:
+        raise KairoxError(
+            f"{family.activation_key} {activation!r} of this {model_type} model is not allowed "
+            f"(allowed: {', '.join(family.activations)}): its neurons are never exactly zero, so "
+            "leaving some out would change the output. Use a ReLU-fied model, e.g. ProSparse."
+        )
+    if family.name == "opt" and not _get(config, "do_layer_norm_before", True):
+        raise KairoxError(
+            "OPT with do_layer_norm_before = false (opt-350m) is not supported: its FFN input is "
+            "not the output of a norm before the FFN. Use another OPT size."
+        )
+    return family
+
+
+def threshold_of(config: Any, override: float | None = None) -> float:
+    """The gate value above which a neuron fires.
+
+    `override`, else the config's `fatrelu_threshold`, else `hidden_act_param` where the activation
+    is "fatrelu" (ProSparse's keys), else 0.
+    """
+    family = family_of(config)
+    stated = _get(config, "fatrelu_threshold")
+    if stated is None and _get(config, family.activation_key) == "fatrelu":
+        stated = _get(config, "hidden_act_param")
+        if stated is None and override is None:
+            raise KairoxError(
+                'the activation is "fatrelu" but config.json has neither fatrelu_threshold nor '
+                "hidden_act_param. Give the threshold explicitly."
+            )
+    value = stated if override is None else override
+    if value is None:
+        return 0.0
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise KairoxError(f"FATReLU threshold is {value!r}; it must be a number >= 0")
+    if not math.isfinite(value) or value < 0:
+        raise KairoxError(
+            f"FATReLU threshold is {value}; it must be finite and >= 0 (0 is ReLU): below 0, "
+            "neurons with a negative gate would fire."
+        )
+    return float(value)
+
+
+def load_dense(
+    model_dir: str | Path, *, fatrelu_threshold: float | None = None
+) -> tuple[nn.Module, Any]:
+    """The plain transformers model in float32 on the CPU, and its config. Local files only.
+
+    transformers has no FATReLU: such a model is built with ReLU and its activation modules are
+    replaced, so the returned model computes the dense FATReLU output. The returned config names
+    "relu" and carries the resolved `fatrelu_threshold`.
+    """
+    directory = Path(model_dir)
+    raw = read_config(directory)
+    family = family_of(raw)
+    threshold = threshold_of(raw, fatrelu_threshold)
+    weight_files(directory)
+
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils import logging
+
+    config = AutoConfig.from_pretrained(
+        directory, local_files_only=True, **{family.activation_key: "relu"}
+    )
+    config.fatrelu_threshold = threshold
+    bars: Any = logging  # untyped functions
+    shown = bars.is_progress_bar_enabled()
+    bars.disable_progress_bar()
+    try:
+        model: nn.Module = AutoModelForCausalLM.from_pretrained(
+            directory,
+            config=config,
+            dtype=torch.float32,
+            use_safetensors=True,
+            local_files_only=True,
+        )
+    finally:
+        if shown:
+            bars.enable_progress_bar()
+    model.eval().requires_grad_(False)
+    set_threshold(model, family, threshold)
+    return model, config
+
+
+def set_threshold(model: nn.Module, family: Family, threshold: float) -> None:
+    """Make a dense model's activation FATReLU(threshold). 0 leaves it as it is."""
+    if threshold == 0.0:
+        return
+    for layer in decoder_layers(model, family):
+        layer.set_submodule(family.act, FatRelu(threshold))
+
+
+def decoder_layers(model: nn.Module, family: Family) -> list[nn.Module]:
+    """The decoder layers, first to last."""
+    stack = model.get_submodule(family.layers)
+    assert isinstance(stack, nn.ModuleList)
+    return list(stack)
+
+
+def replace_ffn(layer: nn.Module, family: Family, ffn: nn.Module) -> None:
+    """Put `ffn` (FFN input x -> FFN output, biases included) in the place of a layer's FFN."""
+    layer.set_submodule(family.replaced, ffn)
+    for name in family.bypassed:
+        layer.set_submodule(name, nn.Identity())
+
+
+def read_config(model_dir: str | Path) -> dict[str, Any]:
+    """config.json of a model directory, as it is on disk."""
+    path = Path(model_dir) / "config.json"
+    if not path.is_file():
+        raise KairoxError(
+            f"{path} does not exist: a model is a Hugging Face directory with config.json, "
+            "*.safetensors and tokenizer.json"
+        )
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise KairoxError(f"{path} is not JSON: {error}") from error
+    if not isinstance(raw, dict):
+        raise KairoxError(f"{path} holds a JSON {type(raw).__name__}, not an object")
+    return raw
+
+
+def weight_files(model_dir: str | Path) -> list[Path]:
+    """The model's safetensors files, by name."""
+    directory = Path(model_dir)
+    files = sorted(directory.glob("*.safetensors"))
+    if not files:
+        raise KairoxError(
+            f"{directory} has no *.safetensors. Pickled weights (*.bin) are not read; convert "
+            "them with transformers' save_pretrained first."
+        )
+    return files
+
+
+def model_sha256(model_dir: str | Path) -> str:
+    """SHA-256 over the bytes of the safetensors files in name order (one file: its sha256sum)."""
+    digest = hashlib.sha256()
+    for path in weight_files(model_dir):
+        with path.open("rb") as file:
+            while block := file.read(1 << 20):
+                digest.update(block)
+    return digest.hexdigest()
+
+
+def _get(config: Any, key: str, default: Any = None) -> Any:
+    return config.get(key, default) if isinstance(config, dict) else getattr(config, key, default)

@@ -1,0 +1,123 @@
+"""Neuron bundles in host memory: per layer, the rows that move together and the part that stays.
+
+Row-column bundling is "LLM in a flash" (arXiv:2312.11514, section 3.2): a neuron's up row and down
+column lie next to each other, so that one neuron is one contiguous copy.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from kairox_exec.families import Family, decoder_layers
+from kairox_sim.errors import KairoxError
+
+GATINGS = ("oracle", "exact", "predicted")
+
+
+@dataclass(frozen=True, slots=True)
+class NeuronBundles:
+    """One layer. float32, contiguous, host memory. A bias the model does not have is None."""
+
+    layer: int
+    gating: str
+    gated: bool
+    threshold: float
+    row_names: tuple[str, ...]  # of `rows`, in order
+    rows: torch.Tensor  # [n_neurons, n_rows, d_model]; what moves
+    # [n_neurons, d_model]: the gate (OPT: fc1) of all neurons. exact: a tensor of its own, to be
+    # kept on the device. oracle, predicted: a view of rows[:, 0], host only.
+    gate_w: torch.Tensor
+    gate_b: torch.Tensor | None  # [n_neurons]; small, kept on both sides
+    up_b: torch.Tensor | None  # [n_neurons]; kept on both sides
+    down_b: torch.Tensor | None  # [d_model]; added once per token, on the device
+
+    @property
+    def n_neurons(self) -> int:
+        return self.rows.shape[0]
+
+    @property
+    def d_model(self) -> int:
+        return self.rows.shape[2]
+
+    @property
+    def bundle_bytes(self) -> int:
+        """Bytes that move to make one neuron resident."""
+        return self.rows.shape[1] * self.rows.shape[2] * self.rows.element_size()
+
+    @property
+    def stationary_bytes(self) -> int:
+        """Device bytes of this layer that do not depend on the number of slots."""
+        kept = [b for b in (self.gate_b, self.up_b, self.down_b) if b is not None]
+        if self.gating == "exact":
+            kept.append(self.gate_w)
+        return sum(t.numel() * t.element_size() for t in kept)
+
+
+def row_names(family: Family, gating: str) -> tuple[str, ...]:
+    """What a bundle holds under a gating mode, in order. The down row is always the last."""
+    if gating not in GATINGS:
+        raise KairoxError(f"gating {gating!r} is not known here (known: {', '.join(GATINGS)})")
+    every = ("gate", "up", "down") if family.gated else ("fc1", "fc2")
+    return every[1:] if gating == "exact" else every
+
+
+def bundle_layer(
+    module: nn.Module, family: Family, *, layer: int, gating: str, threshold: float
+) -> NeuronBundles:
+    """Copy one decoder layer's FFN weights into bundles. The module is not changed."""
+    names = row_names(family, gating)
+    gate = _linear(module, family.gate)
+    up = _linear(module, family.up) if family.up is not None else None
+    down = _linear(module, family.down)
+    n_neurons, d_model = gate.weight.shape
+    if down.weight.shape != (d_model, n_neurons):
+        raise KairoxError(
+            f"layer {layer}: {family.down} is {tuple(down.weight.shape)}, expected "
+            f"{(d_model, n_neurons)} from {family.gate}; is this a {family.name} model?"
+        )
+
+    # Per neuron: gate and up are rows of their matrices, down is a column.
+    parts = [gate.weight] + ([up.weight] if up is not None else []) + [down.weight.T]
+    moving = parts[len(parts) - len(names) :]
+    rows = torch.empty((n_neurons, len(names), d_model), dtype=torch.float32)
+    for i, part in enumerate(moving):
+        rows[:, i].copy_(part.detach())
+    return NeuronBundles(
+        layer=layer,
+        gating=gating,
+        gated=family.gated,
+        threshold=threshold,
+        row_names=names,
+        rows=rows,
+        gate_w=_copy(gate.weight) if gating == "exact" else rows[:, 0],
+        gate_b=None if gate.bias is None else _copy(gate.bias),
+        up_b=None if up is None or up.bias is None else _copy(up.bias),
+        down_b=None if down.bias is None else _copy(down.bias),
+    )
+
+
+def bundle_model(
+    model: nn.Module, family: Family, *, gating: str, threshold: float
+) -> list[NeuronBundles]:
+    """Bundles of every layer, first to last."""
+    return [
+        bundle_layer(module, family, layer=i, gating=gating, threshold=threshold)
+        for i, module in enumerate(decoder_layers(model, family))
+    ]
+
+
+def _linear(module: nn.Module, path: str) -> nn.Linear:
+    found = module.get_submodule(path)
+    if not isinstance(found, nn.Linear):
+        raise KairoxError(
+            f"{path} is a {type(found).__name__}, not a Linear: bundles are made from the plain "
+            "model, before its FFNs are replaced or quantised"
+        )
+    return found
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().to(dtype=torch.float32, device="cpu", copy=True).contiguous()
