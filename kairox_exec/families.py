@@ -28,7 +28,9 @@ class Family:
     """Dotted paths are relative to the model (`layers`) or to one decoder layer (all others)."""
 
     name: str
-    model_types: tuple[str, ...]  # `model_type` values of config.json
+    # `model_type` values of config.json. The first is the transformers class that loads those
+    # transformers itself does not know.
+    model_types: tuple[str, ...]
     gated: bool
     activation_key: str  # the config key that names the activation
     activations: tuple[str, ...]  # allowed values of that key
@@ -46,7 +48,8 @@ class Family:
 FAMILIES: tuple[Family, ...] = (
     Family(
         name="llama",
-        model_types=("llama", "mistral"),
+        # sparsellama: ProSparse's checkpoints, Llama weights under a class of their own.
+        model_types=("llama", "mistral", "sparsellama"),
         gated=True,
         activation_key="hidden_act",
         activations=("relu", "fatrelu"),
@@ -148,6 +151,11 @@ def threshold_of(config: Any, override: float | None = None) -> float:
     return float(value)
 
 
+def activation_of(threshold: float) -> str:
+    """The activation's name in trace headers and model shapes."""
+    return "fatrelu" if threshold > 0 else "relu"
+
+
 def load_dense(
     model_dir: str | Path, *, fatrelu_threshold: float | None = None
 ) -> tuple[nn.Module, Any]:
@@ -163,13 +171,19 @@ def load_dense(
     threshold = threshold_of(raw, fatrelu_threshold)
     weight_files(directory)
 
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging
 
-    config = AutoConfig.from_pretrained(
-        directory, local_files_only=True, **{family.activation_key: "relu"}
+    values = {
+        key: value
+        for key, value in raw.items()
+        if key not in ("model_type", "auto_map", "dtype", "torch_dtype")
+    }
+    values |= {family.activation_key: "relu", "fatrelu_threshold": threshold}
+    model_type = raw["model_type"]
+    config = AutoConfig.for_model(
+        model_type if model_type in CONFIG_MAPPING else family.model_types[0], **values
     )
-    config.fatrelu_threshold = threshold
     bars: Any = logging  # untyped functions
     shown = bars.is_progress_bar_enabled()
     bars.disable_progress_bar()

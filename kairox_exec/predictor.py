@@ -1,0 +1,106 @@
+"""Training-free look-ahead: layer l+1's own norm and gate, on the hidden state at hand in layer l.
+
+The residual stream changes slowly from layer to layer (Deja Vu, arXiv:2310.17157, section 4.3), so
+what fires in l+1 can be guessed before l is finished. At trigger `attn_out` the hidden state is the
+residual after the attention of l, which is the input of l's FFN norm; at `attn_in` it is the state
+entering l. A guess decides what is fetched; under exact gating it never decides what is computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional
+
+from kairox_exec.families import Family, decoder_layers, fires
+from kairox_exec.weights import NeuronBundles
+
+
+@dataclass(frozen=True, slots=True)
+class LayerGate:
+    """What decides in one layer: its FFN norm and gate (OPT: fc1), on the device that predicts."""
+
+    norm: Callable[[torch.Tensor], torch.Tensor]
+    gate_w: torch.Tensor  # [n_neurons, d_model]
+    gate_b: torch.Tensor | None  # [n_neurons]
+    threshold: float
+
+
+def gates_of(model: nn.Module, family: Family, bundles: Sequence[NeuronBundles]) -> list[LayerGate]:
+    """Every layer's deciding parts, with the gate as `bundles` holds it (no copy)."""
+    return [
+        LayerGate(layer.get_submodule(family.ffn_norm), b.gate_w, b.gate_b, b.threshold)
+        for layer, b in zip(decoder_layers(model, family), bundles, strict=True)
+    ]
+
+
+@torch.inference_mode()
+def predict(gate: LayerGate, hidden: torch.Tensor) -> torch.Tensor:
+    """Which neurons of the layer that `gate` belongs to will fire.
+
+    hidden [..., d_model], a state of the layer before -> bool [n_tokens, n_neurons].
+    """
+    x = gate.norm(hidden.reshape(-1, hidden.shape[-1]))
+    return fires(functional.linear(x, gate.gate_w, gate.gate_b), gate.threshold)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerRecall:
+    """Counts over tokens. A ratio without a denominator is nan."""
+
+    layer: int
+    predicted: int
+    active: int
+    predicted_active: int
+
+    @property
+    def recall(self) -> float:
+        """Share of the active that were predicted."""
+        return self.predicted_active / self.active if self.active else float("nan")
+
+    @property
+    def precision(self) -> float:
+        """Share of the predicted that were active."""
+        return self.predicted_active / self.predicted if self.predicted else float("nan")
+
+
+class RecallTally:
+    """Running counts per layer. A layer that was never predicted (layer 0) stays at zero."""
+
+    def __init__(self, n_layers: int) -> None:
+        # [n_layers, 3]: predicted, active, both
+        self._counts = np.zeros((n_layers, 3), dtype=np.int64)
+
+    def add(self, layer: int, predicted: torch.Tensor, active: torch.Tensor) -> None:
+        """predicted, active: bool [n_tokens, n_neurons], of the same tokens."""
+        if predicted.shape != active.shape:
+            raise ValueError(
+                f"predicted is {tuple(predicted.shape)}, active is {tuple(active.shape)}; "
+                "they must be of the same tokens and neurons"
+            )
+        counts = self._counts[layer]
+        counts[0] += int(predicted.sum())
+        counts[1] += int(active.sum())
+        counts[2] += int((predicted & active).sum())
+
+    def table(self) -> list[LayerRecall]:
+        """One row per layer."""
+        return [LayerRecall(i, *(int(c) for c in row)) for i, row in enumerate(self._counts)]
+
+
+def recall_table(rows: Sequence[LayerRecall]) -> str:
+    """The table as text; layers that were never predicted show a dash."""
+    lines = ["layer  recall  precision  predicted  active"]
+    for row in rows:
+        if row.predicted or row.active:
+            recall, precision = f"{row.recall:.3f}", f"{row.precision:.3f}"
+        else:
+            recall = precision = "-"
+        lines.append(
+            f"{row.layer:5d}  {recall:>6}  {precision:>9}  {row.predicted:9d}  {row.active:6d}"
+        )
+    return "\n".join(lines)
