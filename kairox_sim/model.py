@@ -1,0 +1,369 @@
+"""Shapes of language models as bytes and flops, per layer and per neuron, and a catalogue of them.
+
+Knows nothing of machines (`hardware`) or of seconds (`costs`). Counted: the weight matrices, the
+keys and values, and the predictor. Not counted: norms, rotary tables, learned positions and
+biases, together under 0.1 % of a layer. In particular OPT's biases: `fc1` has one number per
+neuron, 2 bytes beside a neuron of 16 KiB; it is kept whole on both sides and never moves. The
+bias of `fc2` is added once, where the two partial sums are joined.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from kairox_sim.errors import KairoxError
+
+Gating = Literal["oracle", "exact", "screened", "predicted"]
+Predictor = Literal["rank", "lookahead", "none"]
+GATINGS: tuple[str, ...] = get_args(Gating)
+PREDICTORS: tuple[str, ...] = get_args(Predictor)
+
+# Activations that give exactly zero, so that leaving a silent neuron out changes nothing.
+RELU_LIKE = ("relu", "fatrelu", "relu2")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """One model as run. Bytes are of one layer, except the embedding's and the head's."""
+
+    name: str
+    n_layers: int
+    d_model: int
+    n_neurons: int  # hidden units of one FFN
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    vocab: int
+    gated: bool  # gate, up and down rows; otherwise fc1 and fc2
+    activation: str
+    activation_threshold: float  # fires when the pre-activation exceeds this
+    bytes_per_weight: int  # weights, keys, values and the predictor, as run
+    tied_embedding: bool  # the head is the embedding table
+    predictor_rank: (
+        int | None
+    )  # of a published predictor d_model -> rank -> n_neurons; None: unknown
+    relu_sparse: bool = True  # silent neurons give exactly zero
+    source: str
+
+    def __post_init__(self) -> None:
+        for field in (
+            "n_layers", "d_model", "n_neurons", "n_heads", "n_kv_heads", "head_dim", "vocab",
+            "bytes_per_weight",
+        ):  # fmt: skip
+            if getattr(self, field) < 1:
+                raise KairoxError(
+                    f"model {self.name!r}: {field} is {getattr(self, field)}, must be at least 1"
+                )
+        if self.predictor_rank is not None and self.predictor_rank < 1:
+            raise KairoxError(
+                f"model {self.name!r}: predictor_rank is {self.predictor_rank}, must be 1 or more, "
+                "or None where no predictor is published"
+            )
+        if self.relu_sparse and self.activation not in RELU_LIKE:
+            raise KairoxError(_not_relu_like(self.name, self.activation))
+        if self.activation == "fatrelu" and not self.activation_threshold > 0:
+            raise KairoxError(
+                f"model {self.name!r}: fatrelu needs a threshold above 0, "
+                f"got {self.activation_threshold}"
+            )
+
+    @property
+    def rows_per_neuron(self) -> int:
+        """Gate, up and down rows, or fc1 and fc2."""
+        return 3 if self.gated else 2
+
+    @property
+    def row_bytes(self) -> int:
+        """One row of one neuron: d_model weights, whichever matrix it is from."""
+        return self.d_model * self.bytes_per_weight
+
+    @property
+    def neuron_bytes(self) -> int:
+        """All rows of one neuron."""
+        return self.rows_per_neuron * self.row_bytes
+
+    def bundle_rows(self, gating: str) -> int:
+        """Rows that move together: under `exact` the deciding row stays on the device."""
+        _check_gating(gating)
+        return self.rows_per_neuron - (1 if gating == "exact" else 0)
+
+    def bundle_bytes(self, gating: str) -> int:
+        """Bytes of one neuron that move together."""
+        return self.bundle_rows(gating) * self.row_bytes
+
+    @property
+    def attention_bytes(self) -> int:
+        """q, k, v and output projections of one layer."""
+        heads = 2 * self.n_heads + 2 * self.n_kv_heads
+        return self.d_model * heads * self.head_dim * self.bytes_per_weight
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Key and value of one token in one layer."""
+        return 2 * self.n_kv_heads * self.head_dim * self.bytes_per_weight
+
+    @property
+    def gate_bytes(self) -> int:
+        """The rows that decide (gate, or fc1 of a model without one), all neurons of one layer."""
+        return self.n_neurons * self.row_bytes
+
+    @property
+    def screen_bytes(self) -> int:
+        """The int8 copy of the deciding rows of one layer, with a float32 scale and bound a row."""
+        return self.n_neurons * (self.d_model + 8)
+
+    @property
+    def embedding_bytes(self) -> int:
+        """The embedding table: vocab x d_model."""
+        return self.vocab * self.row_bytes
+
+    @property
+    def head_bytes(self) -> int:
+        """The output head: vocab x d_model. The embedding table itself when tied."""
+        return self.vocab * self.row_bytes
+
+    @property
+    def predictor_bytes(self) -> int:
+        """The published low-rank predictor of one layer: d_model -> rank -> n_neurons."""
+        if self.predictor_rank is None:
+            raise KairoxError(
+                f"model {self.name!r} has no published predictor, so its cost is unknown: "
+                "use predictor='lookahead' or 'none', or set predictor_rank"
+            )
+        return self.predictor_rank * (self.d_model + self.n_neurons) * self.bytes_per_weight
+
+    def attention_flops(self, n_tokens: int, context_len: int) -> int:
+        """One layer: projections, and scores and weighted sums over `context_len` tokens."""
+        weights = self.attention_bytes // self.bytes_per_weight
+        return n_tokens * (2 * weights + 4 * self.n_heads * self.head_dim * context_len)
+
+    def bundle_flops(self, gating: str) -> int:
+        """One neuron for one token, without the row that `exact` gating has already paid for."""
+        return 2 * self.bundle_rows(gating) * self.d_model
+
+    @property
+    def gate_flops(self) -> int:
+        """The deciding rows of one layer for one token."""
+        return 2 * self.n_neurons * self.d_model
+
+    @property
+    def head_flops(self) -> int:
+        """The head for one token."""
+        return 2 * self.vocab * self.d_model
+
+    @property
+    def predictor_flops(self) -> int:
+        """The predictor of one layer for one token: two flops a weight."""
+        return 2 * self.predictor_bytes // self.bytes_per_weight
+
+    def device_parts(
+        self, gating: str, slots: float, context_len: int, *, predictor: str = "rank"
+    ) -> dict[str, int]:
+        """What lives in device memory: bytes over all layers. `slots`: neurons per layer, mean.
+
+        The embedding table stays in host memory (one row is read per token); when tied, it is the
+        head and is counted there. The gate is there for `exact` gating and for the look-ahead
+        predictor, which is the gate of the next layer; an int8 copy of it for `screened`.
+        """
+        _check_gating(gating)
+        _check_predictor(predictor)
+        if not 0 <= slots <= self.n_neurons:
+            raise KairoxError(
+                f"model {self.name!r}: {slots} slots per layer; allowed are 0 to {self.n_neurons}"
+            )
+        gate = 0
+        if gating == "screened":
+            gate = self.screen_bytes
+        elif gating == "exact" or predictor == "lookahead":
+            gate = self.gate_bytes
+        low_rank = self.predictor_bytes if predictor == "rank" else 0
+        return {
+            "attention": self.n_layers * self.attention_bytes,
+            "head": self.head_bytes,
+            "predictor": self.n_layers * low_rank,
+            "gate": self.n_layers * gate,
+            "kv": self.n_layers * self.kv_bytes_per_token * context_len,
+            "slots": round(self.n_layers * slots * self.bundle_bytes(gating)),
+        }
+
+    def device_bytes(
+        self, gating: str, slots: float, context_len: int, *, predictor: str = "rank"
+    ) -> int:
+        """Sum of `device_parts`."""
+        return sum(self.device_parts(gating, slots, context_len, predictor=predictor).values())
+
+
+def _check_gating(gating: str) -> None:
+    if gating not in GATINGS:
+        raise KairoxError(f"unknown gating {gating!r}; allowed: {', '.join(GATINGS)}")
+
+
+def _check_predictor(predictor: str) -> None:
+    if predictor not in PREDICTORS:
+        raise KairoxError(f"unknown predictor {predictor!r}; allowed: {', '.join(PREDICTORS)}")
+
+
+def _not_relu_like(name: str, activation: str) -> str:
+    return (
+        f"model {name!r}: activation {activation!r} is not ReLU-like: its silent neurons are not "
+        f"exactly zero; allowed: {', '.join(RELU_LIKE)}. Use a ReLU version of the model"
+    )
+
+
+# Configurations whose FFN is down(act(gate(x)) * up(x)) and whose attention is Llama's.
+LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3", "sparsellama")
+_DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+
+
+def shape_from_config(
+    config: Mapping[str, Any],
+    *,
+    name: str | None = None,
+    bytes_per_weight: int | None = None,
+    activation_threshold: float | None = None,
+    predictor_rank: int | None = None,
+    source: str = "config.json",
+) -> ModelShape:
+    """The shape a Hugging Face config.json describes: Llama-like gated models, and OPT.
+
+    `bytes_per_weight` defaults to the file's dtype; pass it when the model runs in another one.
+    `activation_threshold` overrides the file's (0 for ReLU). Raises KairoxError for anything else.
+    """
+    family = str(config.get("model_type", "(none given)"))
+    label = name or str(config.get("_name_or_path") or family)
+    if family == "opt":
+        gated, act_key, ffn_key = False, "activation_function", "ffn_dim"
+        kv_default: int | None = None
+        tied_default = True
+        projected = config.get("word_embed_proj_dim", config.get("hidden_size"))
+        if projected != config.get("hidden_size"):
+            raise KairoxError(
+                f"model {label!r}: word_embed_proj_dim {projected} differs from hidden_size "
+                f"{config.get('hidden_size')}; such OPT models (350M) are not supported"
+            )
+    elif family in LLAMA_LIKE:
+        gated, act_key, ffn_key = True, "hidden_act", "intermediate_size"
+        kv_default = config.get("num_key_value_heads")
+        tied_default = False
+    else:
+        raise KairoxError(
+            f"model {label!r}: model_type {family!r} is not known; allowed: "
+            f"{', '.join((*LLAMA_LIKE, 'opt'))}"
+        )
+    activation = str(_need(config, act_key, label))
+    if activation not in RELU_LIKE:
+        raise KairoxError(_not_relu_like(label, activation))
+    threshold = activation_threshold
+    if threshold is None:
+        threshold = float(config.get("hidden_act_param") or 0.0) if activation == "fatrelu" else 0.0
+    if bytes_per_weight is None:
+        dtype = str(config.get("dtype") or config.get("torch_dtype") or "(none given)")
+        if dtype not in _DTYPE_BYTES:
+            raise KairoxError(
+                f"model {label!r}: dtype {dtype!r}; allowed: {', '.join(_DTYPE_BYTES)}, "
+                "or pass bytes_per_weight"
+            )
+        bytes_per_weight = _DTYPE_BYTES[dtype]
+    d_model = int(_need(config, "hidden_size", label))
+    n_heads = int(_need(config, "num_attention_heads", label))
+    return ModelShape(
+        name=label,
+        n_layers=int(_need(config, "num_hidden_layers", label)),
+        d_model=d_model,
+        n_neurons=int(_need(config, ffn_key, label)),
+        n_heads=n_heads,
+        n_kv_heads=int(kv_default or n_heads),
+        head_dim=int(config.get("head_dim") or d_model // n_heads),
+        vocab=int(_need(config, "vocab_size", label)),
+        gated=gated,
+        activation=activation,
+        activation_threshold=threshold,
+        bytes_per_weight=bytes_per_weight,
+        tied_embedding=bool(config.get("tie_word_embeddings", tied_default)),
+        predictor_rank=predictor_rank,
+        source=source,
+    )
+
+
+def _need(config: Mapping[str, Any], key: str, label: str) -> Any:
+    if config.get(key) is None:
+        raise KairoxError(f"model {label!r}: its config.json has no {key!r}")
+    return config[key]
+
+
+def mean_slots(slots: int | Sequence[int]) -> float:
+    """Slots per layer, averaged where every layer has its own number."""
+    if isinstance(slots, int):
+        return float(slots)
+    if not slots:
+        raise KairoxError("slots: got an empty list; give one number, or one per layer")
+    return sum(slots) / len(slots)
+
+
+CATALOGUE: dict[str, ModelShape] = {
+    shape.name: shape
+    for shape in (
+        ModelShape(
+            name="tiny-reglu",
+            n_layers=6,
+            d_model=192,
+            n_neurons=896,
+            n_heads=6,
+            n_kv_heads=2,
+            head_dim=32,
+            vocab=1024,
+            gated=True,
+            activation="relu",
+            activation_threshold=0.0,
+            bytes_per_weight=4,
+            tied_embedding=True,
+            predictor_rank=None,
+            source="experiments/models/tiny-reglu/config.json; the file is float16, run in float32",
+        ),
+        ModelShape(
+            name="prosparse-7b",
+            n_layers=32,
+            d_model=4096,
+            n_neurons=11008,
+            n_heads=32,
+            n_kv_heads=32,
+            head_dim=128,
+            vocab=32000,
+            gated=True,
+            activation="fatrelu",
+            activation_threshold=0.01,
+            bytes_per_weight=2,
+            tied_embedding=False,
+            predictor_rank=1024,
+            source="Hugging Face SparseLLM/prosparse-llama-2-7b, config.json; ProSparse, "
+            "arXiv 2402.13516; predictor rank chosen within the published predictors' 768-1152",
+        ),
+        ModelShape(
+            name="opt-6.7b",
+            n_layers=32,
+            d_model=4096,
+            n_neurons=16384,
+            n_heads=32,
+            n_kv_heads=32,
+            head_dim=128,
+            vocab=50272,
+            gated=False,
+            activation="relu",
+            activation_threshold=0.0,
+            bytes_per_weight=2,
+            tied_embedding=True,
+            predictor_rank=256,
+            source="Hugging Face facebook/opt-6.7b, config.json; predictor rank chosen within the "
+            "published predictors' 128-256",
+        ),
+    )
+}
+
+
+def find_shape(name: str) -> ModelShape:
+    """A catalogue entry by name."""
+    if name not in CATALOGUE:
+        raise KairoxError(f"unknown model {name!r}; allowed: {', '.join(CATALOGUE)}")
+    return CATALOGUE[name]
