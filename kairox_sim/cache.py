@@ -8,7 +8,6 @@ layer. With trigger = after the order is commit, lookup, plan.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from math import nan
 
 import numpy as np
@@ -16,6 +15,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from kairox_sim.controllers import Controller, Knobs
 from kairox_sim.errors import KairoxError
+from kairox_sim.events import Cancelled, Committed, Event, LookedUp, Planned, Split, StepEnded, Swap
 from kairox_sim.policies.base import (
     ABSENT,
     ARRIVING,
@@ -26,68 +26,13 @@ from kairox_sim.policies.base import (
     Observes,
     Policy,
     Share,
+    Trigger,
 )
 from kairox_sim.record import StepCounts, StepRecord
 
+__all__ = ["NeuronCache", "Split", "Swap"]
+
 UNLIMITED = 2**31 - 1
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Swap:
-    """Neurons copied in together; lands as a whole."""
-
-    id: int
-    layer: int
-    promote: Ids  # [n] in issue order
-    slots: Ids  # [n] the slot each one takes
-    evict: Ids  # whose slots these were, if taken from somebody in this plan
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Split:
-    """Who computes what in one layer-step: on_time and residual, disjoint, are all evaluated."""
-
-    hit_resident: int
-    on_time: Ids
-    residual: Ids  # late ones included
-    late: Ids
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Planned:
-    layer: int
-    predicted: Ids
-    share: Share | None
-    swaps: tuple[Swap, ...]
-    evicted: Ids
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Committed:
-    swap_ids: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class LookedUp:
-    layer: int
-    evaluated: Ids
-    active: Ids | None
-    share: Share | None
-    split: Split
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Cancelled:
-    swap_id: int
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class StepEnded:
-    record: StepRecord
-    knobs: Knobs
-
-
-Event = Planned | Committed | LookedUp | Cancelled | StepEnded
 
 
 class NeuronCache:
@@ -95,7 +40,9 @@ class NeuronCache:
 
     slots: per layer or one number for all; pinned neurons take slots too. More slots than neurons
     leaves the rest unused. `warm` neurons start resident (not loads); `pinned` stay for the run.
-    `journal` is told every call and its outcome, for the call log.
+    `trigger` (default: the policy's) says whether plans come before their lookup or after it; it
+    decides what "resident before" means and whether a plan was a prediction. `journal` is told
+    every call and its outcome, for the call log.
     """
 
     def __init__(
@@ -110,6 +57,7 @@ class NeuronCache:
         warm: Sequence[ArrayLike] | None = None,
         swap_neurons: int = 16,
         observes: Observes | None = None,
+        trigger: Trigger | None = None,
         journal: Callable[[Event], None] | None = None,
     ) -> None:
         if n_layers < 1 or n_neurons < 1 or swap_neurons < 1:
@@ -120,6 +68,11 @@ class NeuronCache:
         given = [slots] * n_layers if isinstance(slots, int) else [int(s) for s in slots]
         if len(given) != n_layers or min(given) < 0:
             raise KairoxError(f"slots must be {n_layers} numbers of 0 or more, got {given}")
+        for what, per_layer in (("pinned", pinned), ("warm", warm)):
+            if per_layer is not None and len(per_layer) != n_layers:
+                raise KairoxError(
+                    f"{what} must be one list of ids per layer ({n_layers}), got {len(per_layer)}"
+                )
         if controller.sets and not controller.sets & policy.knobs:
             raise KairoxError(
                 f"{type(controller).__name__} sets {sorted(controller.sets)} and "
@@ -130,6 +83,7 @@ class NeuronCache:
         self.policy, self.controller = policy, controller
         self.swap_neurons = swap_neurons
         self.observes: Observes = observes or policy.default_observes
+        self.plans_after = (trigger or policy.default_trigger) == "after"
         self.journal = journal
         self.capacity = [min(s, n_neurons) for s in given]  # usable slots per layer
 
@@ -139,7 +93,7 @@ class NeuronCache:
         self._free: list[NDArray[np.int32]] = []  # per layer, a stack; the last one goes first
         self._before: list[NDArray[np.uint8] | None] = [None] * n_layers  # state before the plan
         self._predicted: list[Ids | None] = [None] * n_layers
-        self._fresh: dict[int, list[Ids]] = {}  # layer -> promoted in the latest commit call
+        self._fresh: dict[int, list[Ids]] = {}  # layer -> committed since the last lookup
         self.in_flight: dict[int, Swap] = {}  # by swap id, in issue order
         self._next_id = 0
         self.totals = {"loads": 0, "used": 0, "wasted": 0, "cancelled": 0}
@@ -167,13 +121,15 @@ class NeuronCache:
 
     # -- the four calls of a layer-step ---------------------------------------------------------
 
-    def plan(self, layer: int, predicted: ArrayLike, share: Share | None = None) -> list[Swap]:
+    def plan(self, layer: int, predicted: ArrayLike, share: ArrayLike | None = None) -> list[Swap]:
         """Ask the policy; evict now, reserve slots, and return the copies to start, in order."""
         seen = self._ids(predicted)
+        share = _share_of(seen, predicted, share)
         state = self.state[layer]
-        if self._before[layer] is None:
-            self._before[layer] = state.copy()
-        self._predicted[layer] = seen
+        if not self.plans_after:
+            self._predicted[layer] = seen
+            if self._before[layer] is None:
+                self._before[layer] = state.copy()
         if self.observes == "predicted":
             self.policy.observe(layer, seen, share)
         knobs = self.controller.knobs
@@ -187,8 +143,7 @@ class NeuronCache:
         return swaps
 
     def commit(self, swap_ids: Iterable[int]) -> None:
-        """These swaps have landed. Called once before each lookup, with nothing if need be."""
-        self._fresh = {}
+        """These swaps have landed; the driver polls once, just before each lookup."""
         ids = tuple(swap_ids)
         for swap_id in ids:
             swap = self.in_flight.pop(swap_id, None)
@@ -204,13 +159,19 @@ class NeuronCache:
         layer: int,
         evaluated: ArrayLike,
         active: ArrayLike | None = None,
-        share: Share | None = None,
+        share: ArrayLike | None = None,
     ) -> Split:
-        """Freeze this layer-step's split. `active` defaults to unknown; share is of `evaluated`."""
+        """Freeze this layer-step's split.
+
+        `active` defaults to unknown. `share` is of `active`, or of `evaluated` where that is not
+        known: of what a policy that observes = active is told.
+        """
         wanted = self._ids(evaluated)
         fired = None if active is None else self._ids(active)
+        fired_or_wanted = wanted if fired is None else fired
+        share = _share_of(fired_or_wanted, evaluated if active is None else active, share)
         if self.observes == "active":
-            self.policy.observe(layer, wanted if fired is None else fired, share)
+            self.policy.observe(layer, fired_or_wanted, share)
         here = self.state[layer, wanted]
         on_device = here >= RESIDENT
         on_time, residual = wanted[on_device], wanted[~on_device]
@@ -226,6 +187,7 @@ class NeuronCache:
         self._count_lookup(layer, wanted, fired, split, used_first)
         self._before[layer] = None
         self._predicted[layer] = None
+        self._fresh = {}
         self._tell(LookedUp(layer, wanted, fired, share, split))
         return split
 
@@ -332,7 +294,11 @@ class NeuronCache:
         if promote.size > room:
             raise KairoxError(f"{name} promotes {promote.size} neurons; {room} fit")
         for what, ids, allowed in (("promotes", promote, ABSENT), ("evicts", evict, RESIDENT)):
-            if ids.size and (np.unique(ids).size != ids.size or (state[ids] != allowed).any()):
+            if ids.dtype != np.int32 or (
+                ids.size and not 0 <= ids.min() <= ids.max() < self.n_neurons
+            ):
+                raise KairoxError(f"{name} {what} ids that are not int32 neurons of the layer")
+            if np.unique(ids).size != ids.size or (state[ids] != allowed).any():
                 raise KairoxError(
                     f"{name} {what} neurons twice or not in state {allowed} "
                     "(0 absent, 1 arriving, 2 resident, 3 pinned)"
@@ -346,7 +312,7 @@ class NeuronCache:
             return int(np.count_nonzero(before[wanted] >= RESIDENT))
         resident = int(np.count_nonzero(here >= RESIDENT))
         fresh = self._fresh.get(layer)
-        if fresh:  # nothing was planned first: before means ahead of the commits of this poll
+        if fresh:  # nothing was planned first: before means ahead of this poll's commits
             resident -= int(np.isin(wanted, np.concatenate(fresh), assume_unique=True).sum())
         return resident
 
@@ -402,3 +368,20 @@ def _read_only(state: NDArray[np.uint8]) -> NDArray[np.uint8]:
     view = state.view()
     view.flags.writeable = False
     return view
+
+
+def _share_of(seen: Ids, given: ArrayLike, share: ArrayLike | None) -> Share | None:
+    """`share` in float32 [n], one per id of `seen`, however it was stored."""
+    if share is None:
+        return None
+    part = np.asarray(share, np.float32)
+    if part.shape != seen.shape or not np.array_equal(np.asarray(given), seen):
+        raise KairoxError(
+            f"with a share, ids must be sorted and unique and come with one share each; got "
+            f"{part.shape} shares for {np.shape(given)} ids, {seen.size} of them different"
+        )
+    if part.size and not (part.min() > 0 and part.max() <= 1):
+        raise KairoxError(
+            f"shares must be above 0 and at most 1, got {part.min():g} to {part.max():g}"
+        )
+    return part
