@@ -6,7 +6,7 @@ Add one: a class here, a row in CONTROLLERS.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import isnan
+from math import inf, isfinite
 from typing import ClassVar, Protocol
 
 from kairox_sim.errors import KairoxError
@@ -41,7 +41,7 @@ class Fixed:
     sets: ClassVar[frozenset[str]] = frozenset()
 
     def __init__(self, threshold_scale: float = 1.0, max_swaps: int | None = None) -> None:
-        if threshold_scale <= 0:
+        if not 0 < threshold_scale < inf:
             raise KairoxError(f"threshold_scale must be above 0, got {threshold_scale}")
         if max_swaps is not None and max_swaps < 0:
             raise KairoxError(f"max_swaps must be 0 or more, got {max_swaps}")
@@ -71,11 +71,11 @@ class Anb:
         highest: float = 2.00,
         initial: float = 1.0,
     ) -> None:
-        if not 0 < lowest <= initial <= highest:
+        if not 0 < lowest <= initial <= highest < inf:
             raise KairoxError(
                 f"ANB needs 0 < lowest <= initial <= highest, got {lowest}, {initial}, {highest}"
             )
-        if eta_up < 0 or eta_down < 0:
+        if not (0 <= eta_up < inf and 0 <= eta_down < inf):
             raise KairoxError(f"ANB's rates must be 0 or more, got {eta_up} and {eta_down}")
         self.eta_up, self.eta_down = eta_up, eta_down
         self.lowest, self.highest = lowest, highest
@@ -83,8 +83,11 @@ class Anb:
 
     def update(self, record: StepRecord) -> Knobs:
         t_gpu, t_cpu, t_io = record.gpu_busy_s, record.cpu_busy_s, record.swap_busy_s
-        if isnan(t_gpu) or isnan(t_cpu) or isnan(t_io):
-            raise KairoxError("ANB needs gpu_busy_s, cpu_busy_s and swap_busy_s; one is unknown")
+        if not all(isfinite(t) and t >= 0 for t in (t_gpu, t_cpu, t_io)):
+            raise KairoxError(
+                "ANB needs times of 0 or more for gpu_busy_s, cpu_busy_s and swap_busy_s, "
+                f"got {t_gpu}, {t_cpu} and {t_io}; nan is unknown: fill them in, or use fixed"
+            )
         scale = self.knobs.threshold_scale
         delta = t_cpu - max(t_gpu, t_io)
         if delta > 0:
