@@ -1,8 +1,8 @@
-"""The container of a trace: columns of NumPy in an Arrow IPC stream or file, a checksum on every batch.
+"""The container of a trace: NumPy columns in an Arrow IPC stream or file, a checksum per batch.
 
-Knows bytes, batches and damage; nothing of models, neurons or steps (trace.py does). Arrow IPC has no
-checksum of its own, so each record batch carries one in its custom metadata, and each batch is made
-durable before the next is begun: a killed recording keeps every batch that was acknowledged.
+Knows bytes, batches and damage; nothing of models, neurons or steps (trace.py does). Arrow IPC
+has no checksum of its own, so each record batch carries one in its custom metadata, and each
+batch is made durable before the next begins: a killed recording keeps every acknowledged batch.
 The layout is described field by field in traces/README.md. Apache Arrow columnar format, "IPC
 streaming format" and "IPC file format": https://arrow.apache.org/docs/format/Columnar.html
 """
@@ -139,8 +139,8 @@ def read_container(path: Path) -> Contents:
         except _BadBatch as bad:
             if _goes_on_after(raw, at, head, schema, sealed):
                 raise KairoxError(
-                    f"{path} is damaged in the batch at byte offset {at}: {bad}; rows behind it are "
-                    "whole, so this is not a recording that was cut short. Restore the file from a "
+                    f"{path} is damaged in the batch at byte offset {at}: {bad}; the file goes on "
+                    "behind it, so this is not a recording that was cut short. Restore it from a "
                     "copy, or record again"
                 ) from bad
             cut = f"ends inside the batch at byte offset {at}: {bad}"
@@ -155,7 +155,7 @@ def read_container(path: Path) -> Contents:
         elif not sealed and at < len(raw):
             if _find_batch(raw, at, head, schema):
                 raise KairoxError(
-                    f"{path} is damaged at byte offset {at}: an end mark with more batches behind it. "
+                    f"{path} is damaged at byte offset {at}: an end mark, but batches behind it. "
                     "Were two recordings put in one file? Separate them, or restore from a copy"
                 )
             notes = (f"{len(raw) - at} bytes after the end mark at byte offset {at} were ignored",)
