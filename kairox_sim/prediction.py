@@ -1,0 +1,113 @@
+"""What a predictor says before the truth is known: recorded, perfect, or of a given quality."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from kairox_sim.errors import KairoxError
+from kairox_sim.policies.base import Ids, Share
+from kairox_sim.trace import Trace, TraceStep
+
+
+class Predictions(Protocol):
+    """`label` stands beside every number that used them."""
+
+    @property
+    def label(self) -> str: ...
+
+    def of(self, step: TraceStep, layer: int) -> tuple[Ids, Share | None]:
+        """(ids, share); share is None in decode."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """The trace's own predicted column, made for one trigger."""
+
+    label: str = "recorded prediction"
+
+    def of(self, step: TraceStep, layer: int) -> tuple[Ids, Share | None]:
+        ids = step.predicted(layer)
+        if ids is None:
+            raise KairoxError(
+                f"step {step.step}, layer {layer}: the trace has no prediction here; "
+                "ask for perfect prediction or a recall and precision"
+            )
+        return ids, None if step.n_tokens == 1 else step.predicted_share(layer)
+
+
+@dataclass(frozen=True, slots=True)
+class Perfect:
+    """Predicted = evaluated: an upper bound, labelled so."""
+
+    label: str = "perfect prediction"
+
+    def of(self, step: TraceStep, layer: int) -> tuple[Ids, Share | None]:
+        share = None if step.n_tokens == 1 else step.evaluated_share(layer)
+        return step.evaluated(layer), share
+
+
+@dataclass(frozen=True, slots=True)
+class OfQuality:
+    """Random misses and false alarms at a given recall and precision; the same for a given seed."""
+
+    recall: float
+    precision: float
+    n_neurons: int
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.recall <= 1 and 0 < self.precision <= 1):
+            raise KairoxError(
+                f"recall must be in [0, 1] and precision in (0, 1], got {self.recall} "
+                f"and {self.precision}"
+            )
+
+    @property
+    def label(self) -> str:
+        return f"prediction of recall {self.recall:g}, precision {self.precision:g}"
+
+    def of(self, step: TraceStep, layer: int) -> tuple[Ids, Share | None]:
+        rng = np.random.default_rng((self.seed, step.step, layer))
+        truth = step.evaluated(layer)
+        kept = rng.random(truth.size) < self.recall
+        silent = np.setdiff1d(np.arange(self.n_neurons, dtype=np.int32), truth)
+        mean_alarms = np.count_nonzero(kept) * (1 - self.precision) / self.precision
+        alarms = silent[rng.random(silent.size) < mean_alarms / max(1, silent.size)]
+        ids = np.concatenate([truth[kept], alarms])
+        order = np.argsort(ids)
+        if step.n_tokens == 1:
+            return ids[order], None
+        share = step.evaluated_share(layer)
+        one_token = np.full(alarms.size, 1 / step.n_tokens, np.float32)
+        return ids[order], np.concatenate([share[kept], one_token])[order]
+
+
+def predictions_for(
+    trace: Trace,
+    trigger: str,
+    *,
+    perfect: bool = False,
+    quality: tuple[float, float] | None = None,
+    seed: int = 0,
+) -> Predictions:
+    """The predictions to use; raises where the trace has none made for this trigger."""
+    if perfect:
+        return Perfect()
+    if quality is not None:
+        return OfQuality(*quality, n_neurons=trace.header.n_neurons, seed=seed)
+    made_for = trace.header.predicted_trigger
+    if trace.predicted_bits is None:
+        raise KairoxError(
+            f"trigger {trigger!r} needs predictions and the trace has none; record with a "
+            "look-ahead predictor, or ask for perfect prediction or a recall and precision"
+        )
+    if made_for != trigger:
+        raise KairoxError(
+            f"the trace's predictions were made for trigger {made_for!r}, not {trigger!r}; "
+            f"use {made_for!r}, or ask for perfect prediction or a recall and precision"
+        )
+    return Recorded()
