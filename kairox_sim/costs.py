@@ -222,6 +222,12 @@ def costs_for(
         )
     if predictor == "rank":
         shape.predictor_bytes  # noqa: B018  (raises where no predictor is published)
+    if profile.calibrated_as not in (None, shape.name):
+        raise KairoxError(
+            f"profile {profile.name!r} was calibrated with the costs of {profile.calibrated_as!r} "
+            f"and is valid only with them, got {shape.name!r}; calibrate again, or use "
+            f"--as {profile.calibrated_as}"
+        )
     for label, number in (
         ("trace_layers", trace_layers),
         ("trace_neurons", trace_neurons),
@@ -328,8 +334,11 @@ def fits(
     `trace_neurons`: neurons per layer of the trace, when it stands in for `shape`; each then holds
     n_neurons / trace_neurons bundles. `vram_bytes` replaces the profile's.
     """
-    scale = shape.n_neurons / trace_neurons if trace_neurons else 1.0
-    slots = mean_slots(slots_per_layer) * scale
+    n_trace = trace_neurons or shape.n_neurons
+    trace_slots = mean_slots(slots_per_layer)
+    if not 0 <= trace_slots <= n_trace:
+        raise KairoxError(f"{trace_slots:g} slots per layer; allowed are 0 to {n_trace}")
+    slots = trace_slots * shape.n_neurons / n_trace
     parts = shape.device_parts(gating, slots, context_len, predictor=predictor)
     return MemoryPlan(
         profile=profile.name,

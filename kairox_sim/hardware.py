@@ -28,7 +28,7 @@ class Quantity(BaseModel):
     """A number and where it is from; its unit is in the name of the key."""
 
     model_config = _FROZEN
-    value: float
+    value: float = Field(strict=True)
     source: str = Field(min_length=1)
 
 
@@ -213,8 +213,11 @@ def _load(name_or_path: str | Path, where: str, model: type[ModelT], noun: str) 
     file: Path | Traversable
     file = Path(name_or_path) if is_path else _folder(where).joinpath(f"{text_form}.toml")
     if not file.is_file():
+        names = _bundled(where)
+        near = difflib.get_close_matches(text_form, names, n=1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
         raise KairoxError(
-            f"no {noun} {text_form!r}; bundled: {', '.join(_bundled(where))}; "
+            f"no {noun} {text_form!r}; {hint}bundled: {', '.join(names)}; "
             "or give the path of a .toml file"
         )
     try:

@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+import numpy as np
+
 from kairox_sim.errors import KairoxError
 
 Gating = Literal["oracle", "exact", "screened", "predicted"]
@@ -63,6 +65,11 @@ class ModelShape:
             )
         if self.relu_sparse and self.activation not in RELU_LIKE:
             raise KairoxError(_not_relu_like(self.name, self.activation))
+        if self.activation in ("relu", "relu2") and self.activation_threshold != 0:
+            raise KairoxError(
+                f"model {self.name!r}: {self.activation} fires above 0, got a threshold of "
+                f"{self.activation_threshold}; a shifted one is 'fatrelu'"
+            )
         if self.activation == "fatrelu" and not self.activation_threshold > 0:
             raise KairoxError(
                 f"model {self.name!r}: fatrelu needs a threshold above 0, "
@@ -295,9 +302,9 @@ def _need(config: Mapping[str, Any], key: str, label: str) -> Any:
 
 def mean_slots(slots: int | Sequence[int]) -> float:
     """Slots per layer, averaged where every layer has its own number."""
-    if isinstance(slots, int):
+    if isinstance(slots, (int, np.integer)):
         return float(slots)
-    if not slots:
+    if len(slots) == 0:
         raise KairoxError("slots: got an empty list; give one number, or one per layer")
     return sum(slots) / len(slots)
 
@@ -338,7 +345,8 @@ CATALOGUE: dict[str, ModelShape] = {
             tied_embedding=False,
             predictor_rank=1024,
             source="Hugging Face SparseLLM/prosparse-llama-2-7b, config.json; ProSparse, "
-            "arXiv 2402.13516; predictor rank chosen within the published predictors' 768-1152",
+            "arXiv 2402.13516; run in a 2-byte type; predictor rank chosen within the 768-1152 "
+            "of the published ones (github.com/brothergiven/kairox.cpp)",
         ),
         ModelShape(
             name="opt-6.7b",
@@ -356,7 +364,7 @@ CATALOGUE: dict[str, ModelShape] = {
             tied_embedding=True,
             predictor_rank=256,
             source="Hugging Face facebook/opt-6.7b, config.json; predictor rank chosen within the "
-            "published predictors' 128-256",
+            "128-256 of the published ones (github.com/brothergiven/kairox.cpp)",
         ),
     )
 }
