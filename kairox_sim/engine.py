@@ -7,7 +7,7 @@ the host, the link and the planner are callbacks around it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,8 +23,10 @@ from kairox_sim.prediction import Predictions
 from kairox_sim.record import StepRecord
 from kairox_sim.timeline import Slice
 from kairox_sim.trace import Trace, TraceStep
+from kairox_sim.watchdog import run_to_end
 
 LOOK_AHEAD = ("attn_in", "attn_out")
+Process = Generator[simpy.Event, Any, None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +125,10 @@ class _Engine:
         self.traffic = HostTraffic(self.costs.dram_bytes_per_s)
 
     @property
+    def now(self) -> int:
+        return int(self.env.now)
+
+    @property
     def plans(self) -> bool:
         return self.cache.policy.admits != "never"
 
@@ -138,9 +144,9 @@ class _Engine:
 
     # -- the GPU stream -------------------------------------------------------------------------
 
-    def _gpu(self) -> Iterator[Any]:
+    def _gpu(self) -> Process:
         for step in self.trace.steps():
-            began_ns = self.env.now
+            began_ns = self.now
             self.tally = _Tally(swap_before=self.traffic.swap_busy_ns(began_ns))
             threshold_scale = self.cache.controller.knobs.threshold_scale
             n = step.n_tokens
@@ -162,7 +168,7 @@ class _Engine:
             yield from self._compute("head", -1, _ns(self.costs.head_s(1)))
             self._end_step(step, began_ns, threshold_scale)
 
-    def _predict_and_plan(self, layer: int, step: TraceStep) -> Iterator[Any]:
+    def _predict_and_plan(self, layer: int, step: TraceStep) -> Process:
         if layer == self.cache.n_layers:
             return
         lossy = self.costs.gating == "predicted"
@@ -173,12 +179,12 @@ class _Engine:
             ids, share = self.predictions.of(step, layer)
             yield from self._plan(layer, ids, share)
 
-    def _predict(self, layer: int, n_tokens: int) -> Iterator[Any]:
+    def _predict(self, layer: int, n_tokens: int) -> Process:
         duration_ns = _ns(self.costs.predict_s(n_tokens))
         self.tally.predict += duration_ns
         yield from self._compute("predict", layer, duration_ns)
 
-    def _ffn(self, layer: int, step: TraceStep) -> Iterator[Any]:
+    def _ffn(self, layer: int, step: TraceStep) -> Process:
         if self.plans and (self.late == "stall" or self.trigger == "serial"):
             yield from self._wait_for_swaps(layer)
         active, evaluated = step.active(layer), step.evaluated(layer)
@@ -203,25 +209,25 @@ class _Engine:
         ffn_ns = _ns(self.costs.ffn_gpu_s(split.on_time.size, n))
         yield from self._compute("ffn", layer, ffn_ns)
         if split.residual.size:
-            idle_ns = self.env.now
+            idle_ns = self.now
             yield self.joined
-            self.tally.wait_cpu += self.env.now - idle_ns
+            self.tally.wait_cpu += self.now - idle_ns
 
-    def _compute(self, what: str, layer: int, duration_ns: int) -> Iterator[Any]:
+    def _compute(self, what: str, layer: int, duration_ns: int) -> Process:
         if duration_ns:
             self.tally.gpu += duration_ns
-            self._slice("gpu", what, layer, self.env.now, self.env.now + duration_ns)
+            self._slice("gpu", what, layer, self.now, self.now + duration_ns)
             yield self.env.timeout(duration_ns)
 
     # -- deciding and copying -------------------------------------------------------------------
 
-    def _plan(self, layer: int, ids: Ids, share: Share | None) -> Iterator[Any]:
+    def _plan(self, layer: int, ids: Ids, share: Share | None) -> Process:
         swaps = self.cache.plan(layer, ids, share)
         name = type(self.cache.policy).__name__.lower()
         decide_ns = _ns(self.costs.decide_s(name, len(swaps)))
         self.tally.decide += decide_ns
         self._charge_loads(swaps)
-        now = self.env.now
+        now = self.now
         if self.costs.decide_blocks_gpu:
             self._slice("planner", "decide", layer, now, now + decide_ns)
             if decide_ns:
@@ -241,7 +247,7 @@ class _Engine:
         self.tally.loads_bytes += self.costs.swap_bytes(n_loads)
 
     def _submit(self, swaps: Sequence[Swap]) -> None:
-        costs, now = self.costs, self.env.now
+        costs, now = self.costs, self.now
         self._settle()
         for swap in swaps:
             n = swap.promote.size
@@ -253,7 +259,7 @@ class _Engine:
         if self.idle_for is not None:
             self._check_idle()
 
-    def _wait_for_swaps(self, layer: int) -> Iterator[Any]:
+    def _wait_for_swaps(self, layer: int) -> Process:
         """Stall until every copy of this layer has landed."""
         if self.landings is not None:
             return  # replayed landings are not a matter of time
@@ -266,14 +272,14 @@ class _Engine:
         ]
         if not waited:
             return
-        idle_ns = self.env.now
+        idle_ns = self.now
         event = self.env.event()
         self.idle_for = (set(waited), event)
         yield event
         # Until the planner had queued the last of them, the GPU waited for a decision.
         decided_ns = max(idle_ns, max(self.submitted.get(i, idle_ns) for i in waited))
         self.tally.wait_decide += decided_ns - idle_ns
-        self.tally.wait_io += self.env.now - decided_ns
+        self.tally.wait_io += self.now - decided_ns
 
     def _poll(self) -> tuple[int, ...]:
         self.n_polls += 1
@@ -292,7 +298,7 @@ class _Engine:
 
     def _hand_over(self, layer: int, n_residual: int, n_tokens: int) -> None:
         """x and the gate's values go down, the pool computes, the partial sums come back."""
-        costs, now = self.costs, self.env.now
+        costs, now = self.costs, self.now
         self.joined = self.env.event()
         began_ns = max(now, self.d2h_free_ns)
         d2h_ns = _ns(costs.act_d2h_s(n_tokens))
@@ -305,7 +311,7 @@ class _Engine:
         start.callbacks.append(lambda _: self._start_cpu(job))
 
     def _start_cpu(self, job: tuple[int, int, int]) -> None:
-        self.cpu_began_ns = self.env.now
+        self.cpu_began_ns = self.now
         begin = self.env.timeout(_ns(self.costs.cpu_fixed_s))
         begin.callbacks.append(lambda _: self._read_rows(job))
 
@@ -318,15 +324,15 @@ class _Engine:
 
     def _return_partial(self, job: tuple[int, int, int]) -> None:
         costs, n_tokens = self.costs, job[2]
-        self.tally.cpu += self.env.now - self.cpu_began_ns
-        self._slice("cpu", "residual", job[0], self.cpu_began_ns, self.env.now)
+        self.tally.cpu += self.now - self.cpu_began_ns
+        self._slice("cpu", "residual", job[0], self.cpu_began_ns, self.now)
         n_bytes = costs.act_h2d_bytes(n_tokens)
         cap = capped(n_bytes, costs.act_h2d_fixed_s, costs.h2d_bytes_per_s)
         self.traffic.submit_critical(job, n_bytes, cap)
 
     def _settle(self) -> None:
         """Let everything that has ended by now take effect, and arm the next wake-up."""
-        now = self.env.now
+        now = self.now
         ended = self.traffic.settle(now)
         while ended:
             for item in ended:
@@ -365,7 +371,7 @@ class _Engine:
     # -- what is written down -------------------------------------------------------------------
 
     def _end_step(self, step: TraceStep, began_ns: int, threshold_scale: float) -> None:
-        now = self.env.now
+        now = self.now
         self._settle()
         tally, counts = self.tally, self.cache.take_counts()
         record = StepRecord(
@@ -412,25 +418,6 @@ class _Engine:
     def _layer_of(self, swap_id: object) -> int:
         swap = self.cache.in_flight.get(swap_id)  # type: ignore[call-overload]
         return -1 if swap is None else swap.layer
-
-
-def run_to_end(env: simpy.Environment, processes: Mapping[str, simpy.Process]) -> None:
-    """Run until nothing is scheduled; raise if a process has not finished, with who waits for whom.
-
-    SimPy's own `run` returns silently when every process left is waiting for another.
-    """
-    env.run()
-    stuck = {name: process for name, process in processes.items() if process.is_alive}
-    if not stuck:
-        return
-    names = {process: name for name, process in processes.items()}
-    lines = []
-    for name, process in stuck.items():
-        resource = getattr(process.target, "resource", None)
-        holders = [names.get(user.proc, "?") for user in getattr(resource, "users", [])]
-        what = f"{' and '.join(holders)} to give up a resource" if holders else str(process.target)
-        lines.append(f"{name} waits for {what}")
-    raise RuntimeError(f"at {env.now} ns nothing can happen any more: " + "; ".join(lines))
 
 
 def _ns(seconds: float) -> int:

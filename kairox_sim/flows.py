@@ -1,4 +1,4 @@
-"""Host memory traffic in integer nanoseconds: the h2d link's queue, the CPU pool's rows, shared DRAM.
+"""Host memory traffic in integer nanoseconds: the h2d queue, the CPU pool's rows, shared DRAM.
 
 Plain arithmetic without a clock or an event loop: the engine brings `now`, asks what ended, and is
 told when the rates change next. Every transfer is a flow with a byte count and a cap; a fixed cost
@@ -17,7 +17,7 @@ NS = 1_000_000_000
 
 
 def water_fill(caps: Sequence[float], capacity: float) -> list[float]:
-    """Max-min fair rates: nobody above its cap, the sum at most `capacity`, the least raised first."""
+    """Max-min fair rates: nobody above its cap, the sum at most `capacity`."""
     rates = [0.0] * len(caps)
     left, waiting = capacity, len(caps)
     for i in sorted(range(len(caps)), key=lambda i: caps[i]):
