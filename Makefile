@@ -1,0 +1,39 @@
+# `make demo` and `make test` set up what they need; everything else is one command too.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.kairox-installed
+OUT ?= out
+
+.PHONY: setup demo test check bench validate figures clean
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[exec,notebook,dev]"
+	touch $(STAMP)
+
+# Record, calibrate, sweep, draw, run the best live and compare: on the shipped model, without a GPU.
+demo: $(STAMP)
+	$(BIN)/python -m experiments.demo --out $(OUT)/demo
+
+test: $(STAMP)
+	$(BIN)/python -m pytest -n 2
+
+check: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+# Speed, as ratios to a named reference in the same run. Needs a quiet machine.
+bench: $(STAMP)
+	OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python benchmarks/bench_simulation.py
+
+# Gate G3: live against simulated on the emulated machine. Needs a quiet machine, several minutes.
+validate: $(STAMP)
+	$(BIN)/python -m experiments.validate --out $(OUT)/validate
+
+clean:
+	rm -rf $(OUT) .pytest_cache .mypy_cache .ruff_cache .hypothesis
