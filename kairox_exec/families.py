@@ -171,8 +171,8 @@ def load_dense(
     threshold = threshold_of(raw, fatrelu_threshold)
     weight_files(directory)
 
-    from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
-    from transformers.utils import logging
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import CONFIG_MAPPING, AutoConfig
 
     values = {
         key: value
@@ -181,26 +181,51 @@ def load_dense(
     }
     values |= {family.activation_key: "relu", "fatrelu_threshold": threshold}
     model_type = raw["model_type"]
-    config = AutoConfig.for_model(
-        model_type if model_type in CONFIG_MAPPING else family.model_types[0], **values
-    )
+    try:
+        config = AutoConfig.for_model(
+            model_type if model_type in CONFIG_MAPPING else family.model_types[0], **values
+        )
+    except (StrictDataclassError, ValueError, TypeError) as error:
+        reason = " ".join(str(error).split())
+        raise KairoxError(f"{directory / 'config.json'}: {reason}") from error
+    model = _read_weights(directory, config)
+    model.eval().requires_grad_(False)
+    set_threshold(model, family, threshold)
+    return model, config
+
+
+def _read_weights(directory: Path, config: Any) -> nn.Module:
+    from safetensors import SafetensorError
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    auto: Any = AutoModelForCausalLM
     bars: Any = logging  # untyped functions
     shown = bars.is_progress_bar_enabled()
     bars.disable_progress_bar()
     try:
-        model: nn.Module = AutoModelForCausalLM.from_pretrained(
+        model, info = auto.from_pretrained(
             directory,
             config=config,
             dtype=torch.float32,
             use_safetensors=True,
             local_files_only=True,
+            output_loading_info=True,
         )
+    except (SafetensorError, RuntimeError, OSError) as error:
+        raise KairoxError(f"cannot load the weights in {directory}: {error}") from error
     finally:
         if shown:
             bars.enable_progress_bar()
-    model.eval().requires_grad_(False)
-    set_threshold(model, family, threshold)
-    return model, config
+    # transformers fills what is missing with random numbers and carries on.
+    if info["missing_keys"]:
+        missing = sorted(info["missing_keys"])
+        raise KairoxError(
+            f"the weights in {directory} lack {len(missing)} tensors that config.json calls for, "
+            f"e.g. {missing[0]}"
+        )
+    dense: nn.Module = model
+    return dense
 
 
 def set_threshold(model: nn.Module, family: Family, threshold: float) -> None:
