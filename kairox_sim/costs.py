@@ -73,7 +73,7 @@ class CostModel:
     act_h2d_fixed_s: float
     d2h_copy_fixed_s: float
     d2h_bytes_per_s: float
-    handover_s: float
+    handover_s: float  # each way: x down to the host, partial sums back up
 
     decide: Mapping[str, DecideCost]
     decide_neurons: int  # neurons a plan goes over

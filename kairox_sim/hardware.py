@@ -118,7 +118,7 @@ class HardwareProfile(BaseModel):
     h2d: Link
     copies_per_bundle: Annotated[Quantity, AfterValidator(_zero_or_one)]
     d2h: Link
-    handover_fixed_s: Cost  # waking the other side and joining, once per layer-step
+    handover_fixed_s: Cost  # waking the side that waits, once each way
     decide: Annotated[dict[str, Decide], AfterValidator(_has_default)]  # by policy class
 
 

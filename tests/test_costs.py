@@ -106,6 +106,13 @@ def test_c16_twice_the_bandwidth_halves_the_copy_term() -> None:
     )
 
 
+def test_neither_side_is_faster_than_dram() -> None:
+    """Alone on a DRAM of 1 GB/s, both a swap and residual work take their bytes in ns."""
+    model = costs(rate(PC1, "dram_bytes_per_s", 1 / 68))
+    assert model.swap_s(100) == pytest.approx(6e-6 + 100 * 16_384e-9)
+    assert model.ffn_cpu_s(100, 1) == pytest.approx(30e-6 + 100 * 16_384e-9)
+
+
 def test_one_layer_of_pc1_by_hand() -> None:
     """Decode, context 100. The comments are the working."""
     model = costs()
@@ -313,7 +320,7 @@ def test_fixed_costs_of_a_layer_are_what_the_profile_says() -> None:
     """pc1's source for the hand-over: about 0.2 ms a layer with the other fixed costs."""
     ops = (PC1.attention, PC1.predictor, PC1.gate, PC1.ffn_gpu, PC1.ffn_cpu)
     copies = PC1.h2d.copy_fixed_s.value + PC1.d2h.copy_fixed_s.value
-    fixed_s = sum(op.fixed_s.value for op in ops) + copies + PC1.handover_fixed_s.value
+    fixed_s = sum(op.fixed_s.value for op in ops) + copies + 2 * PC1.handover_fixed_s.value
     assert 0.15e-3 < fixed_s + costs().decide_s("tam", 1) < 0.25e-3
 
 
@@ -326,7 +333,8 @@ def test_where_neurons_are_matters(name: str) -> None:
     model = costs(load_profile(name), gating="predicted")
     n = 11_008 * 15 // 100
     shared_s = model.attention_s(1, 256) + model.predict_s(1)
-    host_s = model.act_d2h_s(1) + model.ffn_cpu_s(n, 1) + model.act_h2d_s(1) + model.handover_s
+    host_s = model.act_d2h_s(1) + model.ffn_cpu_s(n, 1) + model.act_h2d_s(1)
+    host_s += 2 * model.handover_s
     assert shared_s + host_s > 2 * (shared_s + model.ffn_gpu_s(n, 1))
 
 
