@@ -1,0 +1,392 @@
+"""Devices: where neurons live and what each piece of work takes. One protocol, one emulation.
+
+`EmulatedDevice` with costs is a paced machine: every op does its real work on real, separate
+memory and lasts as long as the cost model says, or as long as the work took if that is longer
+(counted as overrun). Without costs it is the `cpu` device: the same, unpaced.
+
+A lane's clock is absolute. The next op of a lane starts where the one before ended, not where its
+thread woke up, so that oversleeping and the interpreter's own time fill the next op instead of
+adding up between ops, as with a GPU whose launches are queued ahead. Thinking (`decide`) is the
+exception: it holds up the gpu lane for as long as it really takes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Protocol, Self
+
+import torch
+
+from kairox_exec.lanes import Job, Link, Transfer, Worker
+from kairox_exec.oplog import NS, Op, Size
+
+if TYPE_CHECKING:
+    from kairox_sim.costs import CostModel
+    from kairox_sim.events import Swap
+
+_PR_SET_TIMERSLACK, _PR_GET_TIMERSLACK = 29, 30
+
+
+@dataclass(slots=True, eq=False)
+class HandOver:
+    """Residual neurons given to the host; `join` brings back their partial sums."""
+
+    layer: int
+    size: Size
+    given_ns: int  # when the host could start at the earliest
+    job: Job
+
+
+class Device(Protocol):
+    """What the hybrid FFN needs of a machine. Called from the model's thread only.
+
+    The gpu lane: `begin` .. `end` around each op, `think` .. `thought` around each decision.
+    """
+
+    costs: CostModel | None
+    ops: list[Op]  # logged since they were last taken
+    n_ops: int
+    n_overruns: int
+
+    def put(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy of a host tensor in device memory."""
+        ...
+
+    def new_slots(self, n_slots: int, n_rows: int, d_model: int) -> torch.Tensor:
+        """Device memory for bundles: NaN until something is copied in."""
+        ...
+
+    def start_step(self) -> int:
+        """The gpu lane is free from now on; returns now, in ns."""
+        ...
+
+    def end_step(self) -> int:
+        """Now, in ns; transfers that have started by now are logged."""
+        ...
+
+    def begin(self) -> int: ...
+
+    def end(self, t0_ns: int, kind: str, layer: int, size: Size) -> None: ...
+
+    def think(self) -> None: ...
+
+    def thought(self, layer: int, size: Size) -> None: ...
+
+    def hand_over(
+        self,
+        layer: int,
+        inputs: Sequence[torch.Tensor],
+        work: Callable[..., torch.Tensor],
+        size: Size,
+    ) -> HandOver:
+        """Copy inputs to the host and start `work(*inputs)` there: partial sums."""
+        ...
+
+    def join(self, handed: HandOver) -> torch.Tensor:
+        """Wait for the host's partial sums; returns them in device memory."""
+        ...
+
+    def copy(
+        self, swap: Swap, rows: torch.Tensor, slots: torch.Tensor, *, at_once: bool = False
+    ) -> None:
+        """Queue the copy of a swap's neurons from host `rows` to `slots`, after earlier swaps.
+
+        at_once: the copy is made before returning and is never reported as landed; the link is
+        still busy for its time.
+        """
+        ...
+
+    def landed(self) -> list[int]:
+        """Ids of swaps that have landed by now and were not returned before, in issue order."""
+        ...
+
+    def wait_landed(self, swap_ids: Sequence[int]) -> None:
+        """Let the gpu lane wait until these have landed; `landed` returns them afterwards."""
+        ...
+
+    def drop_copies(self) -> None:
+        """Let no copy land any more; returns when nothing writes to slots."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class EmulatedDevice:
+    """A machine of three in-order lanes: gpu (the calling thread), cpu and h2d (a thread each).
+
+    A context manager. Use it from one thread, the one that runs the model: paced, that thread's
+    timer slack is 1 ns inside (Linux: median oversleep 53 us instead of 104 us, measured).
+    """
+
+    def __init__(self, costs: CostModel | None = None) -> None:
+        self.costs = costs
+        self.ops: list[Op] = []
+        self.n_ops = self.n_overruns = 0
+        self._paced = costs is not None
+        self._free_ns = 0  # gpu lane
+        self._thinking_ns = 0  # when thinking began, real time; 0 while not thinking
+        self._host_free_ns = self._d2h_free_ns = 0
+        self._landed: list[tuple[int, int]] = []  # (end ns, swap id) not yet reported
+        self._silent: set[int] = set()  # swap ids that are not reported
+        self._on_link: dict[int, Transfer] = {}  # swaps by id, until reported
+        self._link = Link(self._paced, self._log_transfer)
+        self._host = Worker("kairox-cpu")
+        self._copier = Worker("kairox-h2d")
+        self._slack_before = _timer_slack(1) if self._paced else None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._host.close()
+        self._copier.close()
+        if self._slack_before is not None:
+            _timer_slack(self._slack_before)
+            self._slack_before = None
+
+    def put(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.clone(memory_format=torch.contiguous_format)
+
+    def new_slots(self, n_slots: int, n_rows: int, d_model: int) -> torch.Tensor:
+        return torch.full((n_slots, n_rows, d_model), torch.nan)
+
+    # -- the gpu lane ---------------------------------------------------------------------------
+
+    def start_step(self) -> int:
+        self._raise_errors()
+        self._free_ns = max(self._free_ns, time.monotonic_ns())
+        return self._free_ns
+
+    def end_step(self) -> int:
+        now_ns = time.monotonic_ns()
+        self._link.advance(now_ns)
+        return now_ns
+
+    def begin(self) -> int:
+        return self._clock()
+
+    def end(self, t0_ns: int, kind: str, layer: int, size: Size) -> None:
+        real_ns = time.monotonic_ns()
+        t1_ns, overrun = real_ns, False
+        if self.costs is not None:
+            modelled_ns = t0_ns + _ns(gpu_seconds(self.costs, kind, size))
+            t1_ns, overrun = max(modelled_ns, real_ns), real_ns > modelled_ns
+            _sleep_until(t1_ns)
+        self._free_ns = t1_ns
+        self._log(Op("gpu", kind, layer, t0_ns, t1_ns, size, overrun))
+
+    def think(self) -> None:
+        self._thinking_ns = time.monotonic_ns()
+        if not self._paced:
+            self._free_ns = self._thinking_ns
+
+    def thought(self, layer: int, size: Size) -> None:
+        t0_ns, self._free_ns = self._free_ns, self._clock()
+        self._thinking_ns = 0
+        self._log(Op("planner", "decide", layer, t0_ns, self._free_ns, size))
+
+    # -- the host -------------------------------------------------------------------------------
+
+    def hand_over(
+        self,
+        layer: int,
+        inputs: Sequence[torch.Tensor],
+        work: Callable[..., torch.Tensor],
+        size: Size,
+    ) -> HandOver:
+        t0_ns = max(self._clock(), self._d2h_free_ns)
+        on_host = [tensor.clone() for tensor in inputs]
+        n_bytes = float(sum(t.numel() * t.element_size() for t in on_host))
+        t1_ns = given_ns = time.monotonic_ns()
+        if self.costs is not None:
+            n_bytes = self.costs.act_d2h_bytes(size.n_tokens)
+            t1_ns = t0_ns + _ns(self.costs.act_d2h_s(size.n_tokens))
+            given_ns = t1_ns + _ns(self.costs.handover_s)
+        self._d2h_free_ns = t1_ns
+        self._log(Op("d2h", "x", layer, t0_ns, t1_ns, _sized(size, n_bytes)))
+        job = Job(lambda: work(*on_host))
+        self._host.submit(job)
+        return HandOver(layer, size, given_ns, job)
+
+    def join(self, handed: HandOver) -> torch.Tensor:
+        job, size, layer = handed.job, handed.size, handed.layer
+        wait_from_ns = self._clock()
+        job.done.wait()
+        self._raise_errors()
+        result: torch.Tensor = job.result
+        t0_ns, t1_ns, overrun = job.t0_ns, job.t1_ns, False
+        if self.costs is not None:
+            t0_ns = max(handed.given_ns, self._host_free_ns)
+            modelled_ns = t0_ns + _ns(self.costs.ffn_cpu_s(size.neurons, size.n_tokens))
+            t1_ns, overrun = max(modelled_ns, job.t1_ns), job.t1_ns > modelled_ns
+        self._host_free_ns = t1_ns
+        self._log(Op("cpu", "residual", layer, t0_ns, t1_ns, size, overrun))
+        back_from_ns = time.monotonic_ns()
+        on_device = result.clone()
+        arrived_ns = time.monotonic_ns()
+        if self.costs is not None:
+            transfer = Transfer(
+                "partial sums",
+                layer,
+                given_ns=t1_ns,
+                duration_ns=_ns(self.costs.act_h2d_s(size.n_tokens)),
+                size=_sized(size, self.costs.act_h2d_bytes(size.n_tokens)),
+                job=None,
+            )
+            self._link.give(transfer)
+            # Only this thread gives transfers, and it waits for this one: nothing can precede it.
+            self._link.settle(transfer)
+            arrived_ns = transfer.t1_ns + _ns(self.costs.handover_s)
+        else:
+            n_bytes = float(result.numel() * result.element_size())
+            self._log(
+                Op("h2d", "partial sums", layer, back_from_ns, arrived_ns, _sized(size, n_bytes))
+            )
+        self._idle("cpu", layer, wait_from_ns, arrived_ns)
+        return on_device
+
+    # -- the link -------------------------------------------------------------------------------
+
+    def copy(
+        self, swap: Swap, rows: torch.Tensor, slots: torch.Tensor, *, at_once: bool = False
+    ) -> None:
+        n = int(swap.promote.size)
+        job = Job(lambda: copy_rows(rows, swap.promote, slots, swap.slots))
+        duration_ns, n_bytes = 0, float(n * rows[0].numel() * rows.element_size())
+        if self.costs is not None:
+            duration_ns, n_bytes = _ns(self.costs.swap_s(n)), self.costs.swap_bytes(n)
+        transfer = Transfer(
+            "swap",
+            swap.layer,
+            given_ns=self._clock(),
+            duration_ns=duration_ns,
+            size=Size(neurons=n, n_bytes=n_bytes),
+            job=job,
+            swap_id=swap.id,
+        )
+        self._copier.submit(job)
+        if at_once:
+            job.done.wait()
+            self._raise_errors()
+            self._silent.add(swap.id)
+        else:
+            self._on_link[swap.id] = transfer
+        self._link.give(transfer)
+
+    def landed(self) -> list[int]:
+        self._raise_errors()
+        now_ns = self._clock()
+        self._link.advance(now_ns)
+        by_now = [swap_id for end_ns, swap_id in self._landed if end_ns <= now_ns]
+        del self._landed[: len(by_now)]  # a lane's ends ascend
+        for swap_id in by_now:
+            del self._on_link[swap_id]
+        return by_now
+
+    def wait_landed(self, swap_ids: Sequence[int]) -> None:
+        waited = [self._on_link[swap_id] for swap_id in swap_ids]
+        if not waited:
+            return
+        wait_from_ns = self._clock()
+        for transfer in waited:
+            self._link.settle(transfer)
+        self._raise_errors()
+        last = max(waited, key=lambda transfer: transfer.t1_ns)
+        self._idle("io", last.layer, wait_from_ns, last.t1_ns)
+
+    def drop_copies(self) -> None:
+        self._copier.finish()
+        self._link.drop_waiting()
+        self._landed.clear()
+        self._on_link.clear()
+
+    # -- inside ---------------------------------------------------------------------------------
+
+    def _clock(self) -> int:
+        """Now, on the gpu lane."""
+        if self._thinking_ns:
+            return self._free_ns + time.monotonic_ns() - self._thinking_ns
+        return self._free_ns if self._paced else time.monotonic_ns()
+
+    def _idle(self, what: str, layer: int, from_ns: int, to_ns: int) -> None:
+        """The gpu lane waits until `to_ns`; no time is lost if that has passed."""
+        if to_ns > from_ns:
+            if self._paced:
+                _sleep_until(to_ns)
+            self._free_ns = to_ns
+            self._log(Op("idle", what, layer, from_ns, to_ns, Size()))
+
+    def _log(self, op: Op) -> None:
+        self.ops.append(op)
+        self.n_ops += 1
+        self.n_overruns += op.overrun
+
+    def _log_transfer(self, transfer: Transfer) -> None:
+        t = transfer
+        self._log(Op("h2d", t.kind, t.layer, t.t0_ns, t.t1_ns, t.size, t.overrun))
+        if t.swap_id in self._silent:
+            self._silent.remove(t.swap_id)
+        elif t.kind == "swap":
+            self._landed.append((t.t1_ns, t.swap_id))
+
+    def _raise_errors(self) -> None:
+        self._host.raise_error()
+        self._copier.raise_error()
+
+
+def gpu_seconds(costs: CostModel, kind: str, size: Size) -> float:
+    """Modelled duration of an op of the gpu lane."""
+    if kind == "attention":
+        return costs.attention_s(size.n_tokens, size.context_len)
+    if kind == "predict":
+        return costs.predict_s(size.n_tokens)
+    if kind == "gate":
+        return costs.gate_s(size.n_tokens)
+    if kind == "ffn":
+        return costs.ffn_gpu_s(size.neurons, size.n_tokens)
+    if kind == "head":
+        return costs.head_s(1)
+    raise ValueError(f"{kind!r} is no op of the gpu lane")
+
+
+def copy_rows(rows: torch.Tensor, ids: object, slots: torch.Tensor, places: object) -> None:
+    """slots[places] = rows[ids]; ids and places are int32 arrays of equal length."""
+    target = torch.as_tensor(places).long()  # index_copy_ takes nothing narrower
+    slots.index_copy_(0, target, rows.index_select(0, torch.as_tensor(ids)))
+
+
+def _sized(size: Size, n_bytes: float) -> Size:
+    return Size(size.neurons, size.n_tokens, size.context_len, n_bytes)
+
+
+def _ns(seconds: float) -> int:
+    return round(seconds * NS)
+
+
+def _sleep_until(t_ns: int) -> None:
+    while (left_ns := t_ns - time.monotonic_ns()) > 0:
+        time.sleep(left_ns / NS)
+
+
+def _timer_slack(ns: int) -> int | None:
+    """Set the calling thread's timer slack; returns what it was, or None where there is none."""
+    if not sys.platform.startswith("linux"):
+        return None
+    prctl = ctypes.CDLL(None).prctl
+    before: int = prctl(_PR_GET_TIMERSLACK)
+    if before < 0 or prctl(_PR_SET_TIMERSLACK, ctypes.c_ulong(ns)) != 0:
+        return None
+    return before

@@ -1,0 +1,53 @@
+"""Slot tensors on the device: the bundles that are resident, and the copies that bring them there.
+
+Knows no policy and no time: the cache says which neuron takes which slot, the device when a copy
+has landed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kairox_exec.device import Device, copy_rows
+from kairox_exec.weights import NeuronBundles
+from kairox_sim.cache import NeuronCache
+from kairox_sim.events import Swap
+
+
+class SlotStore:
+    """`slots[layer]` is [capacity, n_rows, d_model]; an unowned slot holds NaN or leftovers.
+
+    Pinned and warm neurons of the cache are copied in here, before the run.
+    """
+
+    def __init__(
+        self, device: Device, bundles: Sequence[NeuronBundles], cache: NeuronCache
+    ) -> None:
+        self._device, self._bundles, self._cache = device, bundles, cache
+        self.slots: list[torch.Tensor] = []
+        for layer, bundle in enumerate(bundles):
+            _, n_rows, d_model = bundle.rows.shape
+            slots = device.new_slots(cache.capacity[layer], n_rows, d_model)
+            here = np.flatnonzero(cache.slot_of[layer] >= 0).astype(np.int32)
+            if here.size:
+                copy_rows(bundle.rows, here, slots, cache.slot_of[layer, here])
+            self.slots.append(slots)
+
+    def start(self, swaps: Iterable[Swap], *, at_once: bool = False) -> None:
+        """Queue the copies, in order; `at_once`: make them before returning (see Device.copy)."""
+        for swap in swaps:
+            self._device.copy(
+                swap, self._bundles[swap.layer].rows, self.slots[swap.layer], at_once=at_once
+            )
+
+    def landed(self) -> list[int]:
+        """Ids of the swaps that landed since the last call, in issue order."""
+        return self._device.landed()
+
+    def places(self, layer: int, ids: NDArray[np.int32]) -> torch.Tensor:
+        """int32 [n]: the slot of each of these neurons, which must be resident."""
+        return torch.from_numpy(self._cache.slot_of[layer, ids])
