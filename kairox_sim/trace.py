@@ -262,7 +262,7 @@ def read_trace(path: str | Path, *, strict: bool = False) -> Trace:
         warnings = (*warnings, f"{path}: truncated at token {truncated_at}, before it was sealed")
     if contents.cut is not None:
         truncated_at = n_tokens
-        warnings = (*warnings, f"{path}: truncated at token {n_tokens}; it {contents.cut}")
+        warnings = (*warnings, f"{path}: truncated at token {n_tokens}; {contents.cut}")
     if strict and warnings:
         raise KairoxError(
             "; ".join(warnings) + ". Strict reading refuses it: read without strict, or `seal` it "

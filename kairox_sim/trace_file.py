@@ -41,6 +41,9 @@ _MAGIC = b"ARROW1\0\0"  # an IPC file; an IPC stream has no magic
 _MARK = 0xFFFFFFFF  # every message: mark u32, metadata size i32, metadata, body
 _END = b"\xff\xff\xff\xff\x00\x00\x00\x00"  # a message without metadata: end of stream
 _OPTIONS = ipc.IpcWriteOptions(compression=pa.Codec("zstd", compression_level=1))
+_READ_OPTIONS = ipc.IpcReadOptions(use_threads=False)  # measured: threads slow down these batches
+# What pyarrow raises on damaged bytes; ValueError includes text that is not UTF-8.
+_UNREADABLE = (pa.ArrowException, OSError, ValueError, MemoryError, StopIteration)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +146,7 @@ def read_container(path: Path) -> Contents:
                     "behind it, so this is not a recording that was cut short. Restore it from a "
                     "copy, or record again"
                 ) from bad
-            cut = f"ends inside the batch at byte offset {at}: {bad}"
+            cut = f"the recording ends inside the batch at byte offset {at}: {bad}"
             break
         batches.append(columns)
         at = at_next
@@ -222,22 +225,32 @@ def _read_header(path: Path, raw: bytes, at: int) -> tuple[Any, str, int]:
     try:
         _, size = struct.unpack_from("<Ii", raw, at)
         schema = ipc.read_schema(ipc.read_message(pa.py_buffer(raw[at : at + 8 + max(size, 0)])))
-    except (pa.ArrowException, OSError, struct.error, MemoryError) as error:
+        names, metadata = schema.names, schema.metadata or {}
+    except (*_UNREADABLE, struct.error) as error:
         raise KairoxError(
             f"{path} is not a trace, or its header is cut or damaged (byte offset {at}): {error}. "
             f"Expected {what}"
         ) from error
-    metadata = schema.metadata or {}
     if _HEADER not in metadata:
         raise KairoxError(
             f"{path} is an Arrow file but not a Kairox trace: its schema metadata has no 'kairox' "
-            f"entry, only {sorted(map(bytes.decode, metadata))}. Expected {what}"
+            f"entry, only {sorted(metadata)}. Expected {what}"
         )
     text = metadata[_HEADER]
     if metadata.get(_HEADER_CRC) != f"{zlib.crc32(text):08x}".encode():
         raise KairoxError(
             f"{path} is damaged: the header at byte offset {at} does not match its checksum. "
             "Restore the file from a copy, or record again"
+        )
+    columns = tuple(name for name in BIT_COLUMNS if name in names)
+    try:
+        wanted = _schema(text.decode(), schema.field("bits").type.byte_width, columns)
+    except (KeyError, ValueError):  # no such column, or not one of a fixed width
+        wanted = None
+    if wanted is None or not schema.equals(wanted):
+        raise KairoxError(
+            f"{path} is damaged: its header is whole, but the columns after it are {names}, "
+            "not those of a trace, or of other types. Restore the file from a copy"
         )
     return schema, text.decode(), at + 8 + size
 
@@ -257,12 +270,12 @@ def _read_batch(
         message = ipc.read_message(pa.py_buffer(memoryview(raw)[at:]))
         end = at + 8 + size + (message.body.size if message.body is not None else 0)
         # A reader over header + this one batch: only stream readers hand out custom metadata.
-        reader = ipc.open_stream(head + raw[at:end])
+        reader = ipc.open_stream(head + raw[at:end], options=_READ_OPTIONS)
         batch, about = reader.read_next_batch_with_custom_metadata()
         batch.validate(full=True)
         columns = _to_columns(batch)
-    except (pa.ArrowException, OSError, MemoryError, StopIteration, ValueError) as error:
-        raise _BadBatch(f"it cannot be decoded ({error})") from error
+    except _UNREADABLE as error:
+        raise _BadBatch(f"it cannot be decoded ({str(error).strip()})") from error
     if about is None or about.get(b"kairox.crc32") != f"{checksum(columns):08x}".encode():
         raise _BadBatch("its rows do not match their checksum")
     stated = about.get(b"kairox.batch")
@@ -296,5 +309,5 @@ def _footer_holds(raw: bytes, schema: Any, n_batches: int) -> bool:
             reader.num_record_batches == n_batches
             and reader.schema.equals(schema, check_metadata=True)
         )
-    except (pa.ArrowException, OSError, MemoryError):
+    except _UNREADABLE:
         return False

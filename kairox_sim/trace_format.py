@@ -61,12 +61,19 @@ class TraceHeader:
                 f"a trace of {self.n_layers} layers x {self.n_neurons} neurons: needs 1 to 65535 "
                 "layers and at least 1 neuron"
             )
+        if not math.isfinite(self.activation_threshold):
+            raise KairoxError(
+                f"activation_threshold {self.activation_threshold}: a trace must say what counts "
+                "as active, 0.0 for exactly-zero activations"
+            )
         if self.gating not in GATINGS:
             raise KairoxError(f"gating {self.gating!r} in a trace header: must be one of {GATINGS}")
         seqs = [s.seq for s in self.sequences]
         if len(set(seqs)) != len(seqs):
             raise KairoxError(f"a trace header lists a sequence twice: {seqs}")
         for s in self.sequences:
+            if not 0 <= s.seq <= np.iinfo(np.uint32).max:
+                raise KairoxError(f"sequence number {s.seq}: it must fit 32 bits, unsigned")
             if not 0 <= s.token_start <= s.token_stop:
                 raise KairoxError(
                     f"sequence {s.seq} spans tokens [{s.token_start}, {s.token_stop}): the start "
@@ -96,7 +103,13 @@ class TraceHeader:
                 )
 
     def to_json(self) -> str:
-        return json.dumps(_nan_to_null(dataclasses.asdict(self)), allow_nan=False)
+        try:
+            return json.dumps(_nan_to_null(dataclasses.asdict(self)), allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise KairoxError(
+                f"the trace header cannot be written as JSON: {error}; it takes text, booleans, "
+                "finite numbers (nan: unknown), lists and dicts"
+            ) from error
 
     @classmethod
     def from_json(cls, text: str) -> Self:

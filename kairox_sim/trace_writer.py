@@ -34,7 +34,9 @@ class TraceWriter:
         self._last: tuple[int, int, str, NDArray[np.int32]] | None = None  # of that step
         self._whole: list[Columns] = []  # whole steps not yet written
         self._closed = False
-        self.path.open("wb").close()  # fail now, not at the first batch
+        # Fail now, not at the first batch.
+        header.to_json()
+        self.path.open("wb").close()
 
     def __enter__(self) -> Self:
         return self
@@ -150,6 +152,8 @@ class TraceWriter:
             raise KairoxError(f"{where}: the header says {self.header.n_layers} layers")
         if layer in self._open and self._last is not None and step == self._last[1]:
             raise KairoxError(f"{where}: recorded twice")
+        if not 0 <= step <= np.iinfo(np.uint32).max:
+            raise KairoxError(f"{where}: step numbers are stored as unsigned 32-bit ones")
         if phase not in PHASES:
             raise KairoxError(f"{where}: phase {phase!r}, must be one of {PHASES}")
         if len(tokens) < 1 or (phase == "decode" and len(tokens) != 1):
