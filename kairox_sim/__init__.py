@@ -1,1 +1,55 @@
-"""Decide and simulate: traces, policies, the cache, the discrete-event engine. Imports no torch."""
+"""Decide and simulate: traces, policies, the cache, the discrete-event engine. Imports no torch.
+
+The names below are the public API. They are looked up on first use, so that the live path, which
+needs the cache alone, loads neither simpy nor pandas.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kairox_sim.errors import KairoxError
+    from kairox_sim.hardware import load_link, load_profile
+    from kairox_sim.metrics import RunResult, summarise
+    from kairox_sim.settings import Settings, build_cache
+    from kairox_sim.simulation import simulate
+    from kairox_sim.trace import Trace, read_trace, seal
+    from kairox_sim.trace_stats import trace_stats
+
+_HOME = {
+    "KairoxError": "errors",
+    "RunResult": "metrics",
+    "Settings": "settings",
+    "Trace": "trace",
+    "build_cache": "settings",
+    "load_link": "hardware",
+    "load_profile": "hardware",
+    "read_trace": "trace",
+    "seal": "trace",
+    "simulate": "simulation",
+    "summarise": "metrics",
+    "trace_stats": "trace_stats",
+}
+
+__all__ = [
+    "KairoxError",
+    "RunResult",
+    "Settings",
+    "Trace",
+    "build_cache",
+    "load_link",
+    "load_profile",
+    "read_trace",
+    "seal",
+    "simulate",
+    "summarise",
+    "trace_stats",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"kairox_sim.{_HOME[name]}"), name)
