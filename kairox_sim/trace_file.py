@@ -187,34 +187,47 @@ def _to_batch(columns: Columns, schema: Any) -> Any:
     arrays = []
     for field in schema:
         values = np.ascontiguousarray(columns[field.name])
-        if field.name not in BIT_COLUMNS:
-            arrays.append(pa.array(values, field.type))
-            continue
         known = columns.get("predicted_known") if field.name == "predicted" else None
         valid = None if known is None or known.all() else np.packbits(known, bitorder="little")
+        # From buffers: pa.array() and to_numpy() import pandas where it is installed.
         buffers = [None if valid is None else pa.py_buffer(valid), pa.py_buffer(values)]
-        arrays.append(pa.FixedSizeBinaryArray.from_buffers(field.type, len(values), buffers))
+        arrays.append(pa.Array.from_buffers(field.type, len(values), buffers))
     return pa.record_batch(arrays, schema=schema)
 
 
 def _to_columns(batch: Any) -> Columns:
+    """Views of a batch that a reader made: its arrays begin at offset 0."""
     columns: Columns = {}
-    for name, _, dtype in SCALARS:
-        columns[name] = batch.column(name).to_numpy(zero_copy_only=False).astype(dtype, copy=False)
-    for name in batch.schema.names[len(SCALARS) :]:
-        array = batch.column(name)
-        width = array.type.byte_width
-        flat = np.frombuffer(array.buffers()[1] or b"", np.uint8)
-        columns[name] = flat[: len(array) * width].reshape(len(array), width)
+    n_rows = batch.num_rows
+    dtypes = {name: dtype for name, _, dtype in SCALARS}
+    for name in batch.schema.names:
+        valid, values = batch.column(name).buffers()
+        if name in dtypes:
+            columns[name] = np.frombuffer(values, dtypes[name], n_rows)
+        else:
+            width = batch.schema.field(name).type.byte_width
+            flat = np.frombuffer(values, np.uint8, n_rows * width)
+            columns[name] = flat.reshape(n_rows, width)
         if name == "predicted":
-            columns["predicted_known"] = array.is_valid().to_numpy(zero_copy_only=False)
+            columns["predicted_known"] = (
+                np.ones(n_rows, bool)
+                if valid is None
+                else np.unpackbits(
+                    np.frombuffer(valid, np.uint8), count=n_rows, bitorder="little"
+                ).astype(bool)
+            )
     return columns
 
 
 def _concatenate(batches: list[Columns], schema: Any) -> Columns:
-    if not batches:
-        batches = [_to_columns(pa.record_batch([pa.array([], f.type) for f in schema], schema))]
-    return {name: np.concatenate([b[name] for b in batches]) for name in batches[0]}
+    if batches:
+        return {name: np.concatenate([b[name] for b in batches]) for name in batches[0]}
+    columns: Columns = {name: np.empty(0, dtype) for name, _, dtype in SCALARS}
+    for name in schema.names[len(SCALARS) :]:
+        columns[name] = np.empty((0, schema.field(name).type.byte_width), np.uint8)
+    if "predicted" in columns:
+        columns["predicted_known"] = np.empty(0, bool)
+    return columns
 
 
 def _read_header(path: Path, raw: bytes, at: int) -> tuple[Any, str, int]:

@@ -30,8 +30,8 @@ class TraceWriter:
         self._known_seqs = {s.seq for s in header.sequences}
         self._container: ContainerWriter | None = None
         self._has_evaluated = False
-        self._open: dict[int, Columns] = {}  # layers of the step being recorded
-        self._last: tuple[int, int, str, NDArray[np.int32]] | None = None  # of that step
+        self._open: dict[int, Columns] = {}  # bits by layer, of the step being recorded
+        self._last: tuple[int, int, str, list[int]] | None = None  # seq, step ... of that step
         self._whole: list[Columns] = []  # whole steps not yet written
         self._closed = False
         # Fail now, not at the first batch.
@@ -68,7 +68,7 @@ class TraceWriter:
         packed uint8[n_tokens, n_bytes]. `predicted` None: nothing was predicted here."""
         if self._closed:
             raise KairoxError(f"{self.path} is closed: nothing can be appended")
-        ids = np.array(tokens, dtype=np.int32).reshape(-1)
+        ids: list[int] = np.asarray(tokens).reshape(-1).tolist()
         self._check_place(seq, step, phase, ids, layer)
         if predicted is not None and self.header.predicted_trigger is None:
             raise KairoxError(
@@ -84,14 +84,7 @@ class TraceWriter:
                 f"for none; the first one was {'given' if self._has_evaluated else 'not given'}"
             )
         n = len(ids)
-        rows: Columns = {
-            "seq": np.full(n, seq, np.uint32),
-            "step": np.full(n, step, np.uint32),
-            "token": ids,
-            "layer": np.full(n, layer, np.uint16),
-            "phase": np.full(n, PHASES.index(phase), np.uint8),
-            "bits": as_bits(active, n, self.header, "active"),
-        }
+        rows: Columns = {"bits": as_bits(active, n, self.header, "active")}
         if evaluated is not None:
             rows["evaluated"] = as_bits(evaluated, n, self.header, "evaluated")
         if self.header.predicted_trigger is not None:
@@ -104,7 +97,7 @@ class TraceWriter:
         self._last = (seq, step, phase, ids)
         self._open[layer] = rows
         if len(self._open) == self.header.n_layers:
-            self._whole.append(_join([self._open[k] for k in sorted(self._open)]))
+            self._whole.append(self._step_columns())
             self._open.clear()
             if len(self._whole) == self._steps_per_batch:
                 self._write_whole()
@@ -144,9 +137,23 @@ class TraceWriter:
             self._container.write(_join(self._whole))
             self._whole.clear()
 
-    def _check_place(
-        self, seq: int, step: int, phase: str, tokens: NDArray[np.int32], layer: int
-    ) -> None:
+    def _step_columns(self) -> Columns:
+        assert self._last is not None
+        seq, step, phase, tokens = self._last
+        n_layers = self.header.n_layers
+        layers = np.arange(n_layers, dtype=np.uint16)
+        bits = [self._open[layer] for layer in range(n_layers)]
+        n_rows = n_layers * len(tokens)
+        return {
+            "seq": np.full(n_rows, seq, np.uint32),
+            "step": np.full(n_rows, step, np.uint32),
+            "token": np.tile(np.array(tokens, np.int32), n_layers),
+            "layer": np.repeat(layers, len(tokens)),
+            "phase": np.full(n_rows, PHASES.index(phase), np.uint8),
+            **_join(bits),
+        }
+
+    def _check_place(self, seq: int, step: int, phase: str, tokens: list[int], layer: int) -> None:
         where = f"step {step}, layer {layer}"
         if not 0 <= layer < self.header.n_layers:
             raise KairoxError(f"{where}: the header says {self.header.n_layers} layers")
@@ -170,9 +177,7 @@ class TraceWriter:
         last_seq, last_step, last_phase, last_tokens = self._last
         if self._open and step != last_step:
             raise self._missing_layers(f"step {step} began")
-        if self._open and (
-            (seq, phase) != (last_seq, last_phase) or not np.array_equal(tokens, last_tokens)
-        ):
+        if self._open and ((seq, phase, tokens) != (last_seq, last_phase, last_tokens)):
             raise KairoxError(
                 f"{where}: sequence, phase or tokens differ from the step's first layer"
             )
