@@ -10,11 +10,13 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from kairox_sim.choice import best
     from kairox_sim.errors import KairoxError
     from kairox_sim.hardware import load_link, load_profile
     from kairox_sim.metrics import RunResult, summarise
     from kairox_sim.settings import Settings, build_cache
     from kairox_sim.simulation import simulate
+    from kairox_sim.sweeps import Sweep, sweep
     from kairox_sim.trace import Trace, read_trace, seal
     from kairox_sim.trace_stats import trace_stats
 
@@ -22,7 +24,9 @@ _HOME = {
     "KairoxError": "errors",
     "RunResult": "metrics",
     "Settings": "settings",
+    "Sweep": "sweeps",
     "Trace": "trace",
+    "best": "choice",
     "build_cache": "settings",
     "load_link": "hardware",
     "load_profile": "hardware",
@@ -30,6 +34,7 @@ _HOME = {
     "seal": "trace",
     "simulate": "simulation",
     "summarise": "metrics",
+    "sweep": "sweeps",
     "trace_stats": "trace_stats",
 }
 
@@ -37,7 +42,9 @@ __all__ = [
     "KairoxError",
     "RunResult",
     "Settings",
+    "Sweep",
     "Trace",
+    "best",
     "build_cache",
     "load_link",
     "load_profile",
@@ -45,6 +52,7 @@ __all__ = [
     "seal",
     "simulate",
     "summarise",
+    "sweep",
     "trace_stats",
 ]
 

@@ -127,6 +127,8 @@ def summarise(
     wall_s = column["wall_s"]
     tok_s = _ratio(n, total["wall_s"])
     waits_s = total["wait_cpu_s"] + total["wait_io_s"] + total["wait_decide_s"]
+    # The parts are whole nanoseconds: what is below 1e-12 s is rounding of their sums.
+    unexplained_s = round(total["wall_s"] - total["gpu_busy_s"] - waits_s, 12) + 0.0
     told = ~np.isnan(column["predicted"])  # steps in which something was predicted
     predicted_active = float(column["predicted_active"][told].sum())
     evaluated, loads = total["evaluated"], total["loads"]
@@ -151,9 +153,7 @@ def summarise(
         "wait_cpu_s": _ratio(total["wait_cpu_s"], n),
         "wait_io_s": _ratio(total["wait_io_s"], n),
         "wait_decide_s": _ratio(total["wait_decide_s"], n),
-        # Below 1e-15 s is rounding: the parts are whole nanoseconds.
-        "unexplained_s": round(_ratio(total["wall_s"] - total["gpu_busy_s"] - waits_s, n), 15)
-        + 0.0,
+        "unexplained_s": _ratio(unexplained_s, n),
         "decide_s": _ratio(total["decide_s"], n),
         "cpu_busy_s": _ratio(total["cpu_busy_s"], n),
         "swap_busy_s": _ratio(total["swap_busy_s"], n),

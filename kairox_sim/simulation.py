@@ -94,7 +94,7 @@ def simulate(
         cancelled_at_end=run.cancelled_at_end,
         slices=run.slices,
         warnings=(*trace.warnings, *_warnings(trace, cache, plan, summary)),
-        settings=settings.model_dump(mode="json"),
+        settings=_as_run(settings, learnt_from).model_dump(mode="json"),
         provenance={
             **code_version(),
             **inputs_of(trace, learnt_from, profile, settings),
@@ -155,6 +155,14 @@ def memory_plan(
         trace_neurons=trace.header.n_neurons,
         predictor=predictor_of(settings),
     )
+
+
+def _as_run(settings: Settings, prior: Trace | None) -> Settings:
+    """The settings with the prior that was used, so that they are enough to run it again."""
+    if prior is None:
+        return settings
+    path = settings.prior if prior.path is None else str(prior.path)
+    return settings.model_copy(update={"prior": path, "prior_sha256": prior.sha256})
 
 
 def _require_gating(settings: Settings, header: TraceHeader) -> None:

@@ -1,0 +1,52 @@
+"""The `kairox` program. A command is one function in one module of `commands`, and a row here.
+
+The functions import what they need inside, so that `kairox --help` is quick and the commands of
+the simulator run without torch.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import typer
+from pydantic import ValidationError
+
+from kairox_sim.commands.best import best
+from kairox_sim.commands.info import info
+from kairox_sim.commands.options import say
+from kairox_sim.commands.simulate import simulate
+from kairox_sim.commands.sweep import sweep
+from kairox_sim.errors import KairoxError
+
+COMMANDS: tuple[Callable[..., Any], ...] = (info, simulate, sweep, best)
+BAD_INPUT = 2  # exit code
+
+app = typer.Typer(
+    name="kairox",
+    help="Record which FFN neurons fire, replay them through a model of GPU, CPU and PCIe, sweep "
+    "caching policies, and run the best one live.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+for command in COMMANDS:
+    app.command()(command)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run one command. Bad input is one message on standard error and exit code 2."""
+    try:
+        app(args=None if arguments is None else list(arguments))
+    except KairoxError as error:
+        say(f"kairox: {error}")
+        sys.exit(BAD_INPUT)
+    except ValidationError as error:
+        problems = (f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
+        say(f"kairox: {'; '.join(problems)}")
+        sys.exit(BAD_INPUT)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,148 @@
+"""Options that several commands share, and how they become Settings."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kairox_sim.errors import KairoxError
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+    from kairox_sim.settings import Settings
+
+SettingsFile = Annotated[
+    Path | None, typer.Option("--settings", help="A settings file, such as the one `best` writes.")
+]
+Policy = Annotated[
+    str | None, typer.Option(help="tam, lru, lfu, static, or a bound: all, none. [default: tam]")
+]
+Controller = Annotated[str | None, typer.Option(help="fixed or anb. [default: fixed]")]
+Slots = Annotated[
+    str | None,
+    typer.Option(
+        help="Neurons resident per layer: N; a,b,.. for each layer; density or density:N; or the "
+        "size of all of them, such as 4GiB. [default: a quarter]"
+    ),
+]
+Gating = Annotated[
+    str | None, typer.Option(help="oracle, exact, screened or predicted. [default: exact]")
+]
+ModelAs = Annotated[
+    str | None, typer.Option("--as", help="Replay at the costs of this model (a stand-in).")
+]
+Prior = Annotated[
+    Path | None,
+    typer.Option(help="A trace of other text to learn from: static, warm starts, density budgets."),
+]
+SetKeys = Annotated[
+    list[str] | None,
+    typer.Option("--set", help="Any other setting, as key=value: --set beta=0.8. Repeatable."),
+]
+Hardware = Annotated[
+    str, typer.Option(help="A bundled profile (pc1, pc2, ...) or the path of a .toml file.")
+]
+Link = Annotated[
+    str | None, typer.Option(help="Put this bus on the machine: pcie3, pcie4, pcie5, or a .toml.")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables; unknown: null.")]
+
+
+def settings_from(
+    base: Path | None = None,
+    *,
+    policy: str | None = None,
+    controller: str | None = None,
+    slots: str | None = None,
+    gating: str | None = None,
+    model_as: str | None = None,
+    prior: Path | None = None,
+    set_keys: Sequence[str] | None = None,
+) -> Settings:
+    """The settings of a file, or the defaults, with what was given on the command line put over."""
+    from kairox_sim.settings import Settings
+
+    given = {
+        "policy": policy,
+        "controller": controller,
+        "slots": slots,
+        "gating": gating,
+        "model_as": model_as,
+        "prior": prior,
+    }
+    overrides: dict[str, Any] = {k: v for k, v in given.items() if v is not None}
+    if prior is not None:
+        overrides["prior_sha256"] = None  # it was of the other one
+    overrides |= parsed_keys(set_keys or ())
+    return (Settings() if base is None else Settings.load(base)).with_overrides(overrides)
+
+
+def parsed_keys(set_keys: Sequence[str]) -> dict[str, Any]:
+    """key=value pairs; a value is JSON where it reads as such, and text otherwise."""
+    values: dict[str, Any] = {}
+    for text in set_keys:
+        key, equals, value = text.partition("=")
+        if not equals or not key.strip():
+            raise KairoxError(f"--set takes key=value, got {text!r}")
+        try:
+            values[key.strip()] = json.loads(value)
+        except json.JSONDecodeError:
+            values[key.strip()] = value.strip()
+    return values
+
+
+def print_json(content: Any) -> None:
+    """To standard output; the same bytes for the same content."""
+    from kairox_sim.metrics import plain
+
+    sys.stdout.write(json.dumps(plain(content), indent=2, allow_nan=False) + "\n")
+
+
+def print_warnings(warnings: Sequence[str]) -> None:
+    """To standard error, so that JSON stays clean."""
+    for text in warnings:
+        say(f"warning: {text}")
+
+
+def say(text: str) -> None:
+    """A line on standard error."""
+    sys.stderr.write(text + "\n")
+
+
+@contextmanager
+def progress() -> Iterator[Progress]:
+    """A bar on standard error, gone when done; nothing where that is not a terminal."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+    from rich.progress import TimeRemainingColumn as Remaining
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), Remaining())
+    console = Console(stderr=True)
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as bar:
+        yield bar
+
+
+EXEC_EXTRA = ("torch", "transformers", "safetensors", "tokenizers", "numba", "llvmlite")
+
+
+def import_exec(module: str) -> Any:
+    """A module of kairox_exec; says which extra to install where a package is missing."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in EXEC_EXTRA:
+            raise
+        raise KairoxError(
+            f'this command runs a model and needs {package}: pip install "kairox[exec]"'
+        ) from error

@@ -1,0 +1,124 @@
+"""kairox simulate: one trace under one setting on one machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kairox_sim.commands.options import (
+    Controller,
+    Gating,
+    Hardware,
+    Json,
+    Link,
+    ModelAs,
+    Policy,
+    Prior,
+    SetKeys,
+    SettingsFile,
+    Slots,
+    print_json,
+    print_warnings,
+    progress,
+    settings_from,
+)
+
+if TYPE_CHECKING:
+    from kairox_sim.metrics import RunResult
+
+
+def simulate(
+    trace: Annotated[Path, typer.Argument(help="A trace that `kairox record` wrote.")],
+    settings: SettingsFile = None,
+    policy: Policy = None,
+    controller: Controller = None,
+    slots: Slots = None,
+    gating: Gating = None,
+    hardware: Hardware = "pc1",
+    link: Link = None,
+    model_as: ModelAs = None,
+    prior: Prior = None,
+    set_keys: SetKeys = None,
+    steps: Annotated[
+        Path | None, typer.Option(help="Write the record of every step to this Parquet file.")
+    ] = None,
+    slices: Annotated[
+        Path | None, typer.Option(help="Write the busy intervals to this Parquet file.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Replay a trace through a cache on a modelled machine, and sum up what it took.
+
+    Ratios and times are of decode steps. A trace without any gives an empty report, a warning and
+    exit code 0; bad input gives one message and exit code 2.
+
+    Example: kairox simulate eval.kxtrace --policy tam --controller anb --slots 2500
+    --hardware pc1 --link pcie3 --as prosparse-7b --set prediction=perfect
+    """
+    from kairox_sim.simulation import simulate as run
+    from kairox_sim.trace import read_trace
+
+    chosen = settings_from(
+        settings,
+        policy=policy,
+        controller=controller,
+        slots=slots,
+        gating=gating,
+        model_as=model_as,
+        prior=prior,
+        set_keys=set_keys,
+    )
+    loaded = read_trace(trace)
+    with progress() as bar:
+        task = bar.add_task("simulating", total=loaded.n_steps)
+        result = run(
+            loaded,
+            chosen,
+            hardware=hardware,
+            link=link,
+            on_step=lambda _: bar.advance(task),
+            keep_slices=slices is not None,
+        )
+    if steps is not None:
+        result.steps.to_parquet(steps, index=False)
+    if slices is not None:
+        _write_slices(result, slices)
+    if as_json:
+        print_json(result.to_dict())
+        return
+    print_result(result)
+    print_warnings(result.warnings)
+
+
+def _write_slices(result: RunResult, path: Path) -> None:
+    import dataclasses
+
+    import pandas as pd
+
+    names = ["lane", "name", "layer", "began_ns", "end_ns"]
+    rows = [dataclasses.astuple(s) for s in result.slices]
+    pd.DataFrame(rows, columns=names).to_parquet(path, index=False)
+
+
+def print_result(result: RunResult) -> None:
+    """The summary as a table, what it is of above it."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from kairox_sim.metrics import METRICS
+
+    labels = result.labels
+    table = Table(
+        title=f"{labels['setting']} on {labels['hardware']} ({labels['time']})",
+        caption=f"{labels['costs']}; gating {labels['gating']}; {labels['prediction']}",
+    )
+    table.add_column("metric")
+    table.add_column("value", justify="right")
+    table.add_column("unit")
+    for name, value in result.summary.items():
+        unit = METRICS[name][1]
+        scale, shown = (1e3, "ms") if unit == "s" else (1.0, unit)
+        table.add_row(name, "unknown" if value != value else f"{value * scale:.4g}", shown)
+    Console().print(table)
