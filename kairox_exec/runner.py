@@ -1,0 +1,342 @@
+"""Runner: a transformers model with hybrid FFNs; prefill and decode, one StepRecord per step.
+
+Torch's thread count is the caller's: on two cores, `torch.set_num_threads(1)` before loading leaves
+one for the host's lane. Nothing is set at import.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import nan
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from kairox_exec.device import Device
+from kairox_exec.families import family_of, load_dense, threshold_of
+from kairox_exec.ffn import Kernels, LayerStep, LivePipeline, StepInfo
+from kairox_exec.kernels import torch_ref
+from kairox_exec.oplog import NS, Op, busy_s
+from kairox_exec.predictor import LayerGate, gates_of, predict
+from kairox_exec.sampling import Choose, greedy
+from kairox_exec.weights import bundle_model
+from kairox_sim.cache import NeuronCache
+from kairox_sim.errors import KairoxError
+from kairox_sim.policies.base import Late, Trigger
+from kairox_sim.record import StepRecord
+
+BuildCache = Callable[[int, int], NeuronCache]
+"""(n_layers, n_neurons) -> the cache of this run"""
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """What was still open when the run ended; in loads, like StepRecord's."""
+
+    unused_yet: int  # resident, and never met a first use
+    cancelled: int  # in flight
+
+
+def load(
+    model_dir: str | Path,
+    build_cache: BuildCache,
+    device: Device,
+    *,
+    gating: str = "exact",
+    trigger: Trigger | None = None,
+    late: Late | None = None,
+    look_ahead: bool = True,
+    always_predict: bool = False,
+    host_kernels: Kernels = torch_ref,
+    device_kernels: Kernels = torch_ref,
+    fatrelu_threshold: float | None = None,
+    on_layer: Callable[[LayerStep], None] | None = None,
+) -> Runner:
+    """Load a model directory (local files only) and put hybrid FFNs in. See `attach`."""
+    model, config = load_dense(model_dir, fatrelu_threshold=fatrelu_threshold)
+    return attach(
+        model,
+        config,
+        build_cache,
+        device,
+        gating=gating,
+        trigger=trigger,
+        late=late,
+        look_ahead=look_ahead,
+        always_predict=always_predict,
+        host_kernels=host_kernels,
+        device_kernels=device_kernels,
+        on_layer=on_layer,
+    )
+
+
+def attach(
+    model: nn.Module,
+    config: Any,
+    build_cache: BuildCache,
+    device: Device,
+    *,
+    gating: str = "exact",
+    trigger: Trigger | None = None,
+    late: Late | None = None,
+    look_ahead: bool = True,
+    always_predict: bool = False,
+    host_kernels: Kernels = torch_ref,
+    device_kernels: Kernels = torch_ref,
+    on_layer: Callable[[LayerStep], None] | None = None,
+) -> Runner:
+    """Replace the FFNs of a dense transformers model in place.
+
+    trigger, late: the policy's own by default; the cache must have been built for the same trigger.
+    look_ahead: use the training-free predictor where the trigger predicts. always_predict: run it
+    even if the policy never plans, so that a recorder sees what it says. on_layer is called after
+    every layer-step; an assertion fails if an active neuron was not computed.
+    """
+    if gating not in ("oracle", "exact"):
+        raise KairoxError(f"gating {gating!r} is not built yet; allowed: oracle, exact")
+    family = family_of(config)
+    bundles = bundle_model(model, family, gating=gating, threshold=threshold_of(config))
+    gates = gates_of(model, family, bundles)
+    cache = build_cache(len(bundles), bundles[0].n_neurons)
+    on_device: list[LayerGate] = []
+
+    def predict_layer(layer: int, hidden: torch.Tensor) -> torch.Tensor:
+        return predict(on_device[layer], hidden)
+
+    pipeline = LivePipeline(
+        cache,
+        device,
+        bundles,
+        host_kernels=host_kernels,
+        device_kernels=device_kernels,
+        trigger=trigger,
+        late=late,
+        predict=predict_layer if look_ahead else None,
+        always_predict=always_predict,
+        on_layer=on_layer,
+    )
+    if pipeline.predicts:
+        for gate, here in zip(gates, pipeline.on_device, strict=True):
+            gate_w = device.put(gate.gate_w) if here.gate_w is None else here.gate_w
+            # The norm's forward, not its call: a prediction must not set off the pipeline's hook.
+            norm: Any = gate.norm
+            on_device.append(replace(gate, norm=norm.forward, gate_w=gate_w, gate_b=here.gate_b))
+    pipeline.install(model, family)
+    return Runner(model, config, pipeline)
+
+
+class Runner:
+    """A context manager. Each sequence has a KV cache of its own; residency stays.
+
+    `logits` [vocab] are those after the latest step's last token. `ops` collects the device's log
+    where `keep_ops` is set (for calibration and timelines).
+    """
+
+    def __init__(self, model: nn.Module, config: Any, pipeline: LivePipeline) -> None:
+        self.model, self.config, self.pipeline = model, config, pipeline
+        self.cache, self.device = pipeline.cache, pipeline.device
+        self.logits = torch.empty(0)
+        self.keep_ops = False
+        self.ops: list[Op] = []
+        self.ending: Ending | None = None
+        self._open: list[Op] = []  # ops that reached beyond the step in which they were logged
+        self._seq = self._step = 0
+        self._kv_name = _kv_argument(model)
+        costs = self.device.costs
+        self._load_bytes = pipeline.bundles[0].bundle_bytes if costs is None else costs.bundle_bytes
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self.finish()
+
+    def run(
+        self,
+        sequences: Iterable[Sequence[int] | NDArray[np.int32]],
+        *,
+        prefill: int = 32,
+        prefill_chunk: int = 64,
+    ) -> Iterator[tuple[int | None, StepRecord]]:
+        """Feed given tokens: the first `prefill` of each sequence in chunks, then one per step.
+
+        Yields after every step the token that comes next in the sequence, None at its end.
+        """
+        for given in sequences:
+            tokens = self._checked(given)
+            sequence = self._begin_sequence()
+            chunks = _chunks(tokens[:prefill], prefill_chunk)
+            fed = 0
+            for chunk in [*chunks, *_chunks(tokens[prefill:], 1)]:
+                phase = "prefill" if fed < prefill else "decode"
+                _, record = sequence(chunk, phase, None)
+                fed += chunk.size
+                yield (int(tokens[fed]) if fed < tokens.size else None), record
+
+    def generate(
+        self,
+        prompt: Sequence[int] | NDArray[np.int32],
+        choose: Choose = greedy,
+        *,
+        max_new_tokens: int,
+        stop_tokens: Sequence[int] = (),
+        prefill_chunk: int = 64,
+    ) -> Iterator[tuple[int | None, StepRecord]]:
+        """Yields after every step the token it chose; None after a chunk that is not the last.
+
+        Ends after `max_new_tokens` tokens, after a stop token (which is yielded), or where the
+        model's context ends. The last token is not fed.
+        """
+        tokens = self._checked(prompt)
+        sequence = self._begin_sequence()
+        chunks = _chunks(tokens, prefill_chunk)
+        for chunk in chunks[:-1]:
+            yield None, sequence(chunk, "prefill", None)[1]
+        chunk, phase, room = chunks[-1], "prefill", self._max_context() - tokens.size
+        for _ in range(min(max_new_tokens, room + 1)):
+            token, record = sequence(chunk, phase, choose)
+            yield token, record
+            if token in stop_tokens:
+                return
+            chunk, phase = np.asarray([token], np.int32), "decode"
+
+    def finish(self) -> Ending:
+        """End the run: cancel what is in flight and check the cache. The device stays open."""
+        if self.ending is None:
+            self.device.drop_copies()
+            for swap_id in list(self.cache.in_flight):
+                self.cache.cancel(swap_id)
+            self.ending = Ending(self.cache.unused_yet, int(self.cache.take_counts().cancelled))
+            self.cache.check()
+        return self.ending
+
+    # -- one step -------------------------------------------------------------------------------
+
+    def _begin_sequence(
+        self,
+    ) -> Callable[[NDArray[np.int32], str, Choose | None], tuple[int | None, StepRecord]]:
+        """A fresh KV cache; returns the function that feeds it one chunk."""
+        from transformers import DynamicCache
+
+        if self.ending is not None:
+            raise RuntimeError("this run has been finished; load the model again for another")
+        kv = DynamicCache(config=self.config)
+        seq, self._seq = self._seq, self._seq + 1
+        context_len = 0
+
+        def feed(
+            tokens: NDArray[np.int32], phase: str, choose: Choose | None
+        ) -> tuple[int | None, StepRecord]:
+            nonlocal context_len
+            context_len += tokens.size
+            step, self._step = self._step, self._step + 1
+            return self._feed(StepInfo(seq, step, phase, tokens, context_len), kv, choose)
+
+        return feed
+
+    @torch.inference_mode()
+    def _feed(
+        self, step: StepInfo, kv: Any, choose: Choose | None
+    ) -> tuple[int | None, StepRecord]:
+        knobs = self.cache.controller.knobs
+        read = "threshold_scale" in self.cache.policy.knobs
+        began_ns = self.pipeline.start_step(step)
+        ids = torch.from_numpy(step.tokens.astype(np.int64))[None]
+        out = self.model(input_ids=ids, use_cache=True, logits_to_keep=1, **{self._kv_name: kv})
+        self.logits = out.logits[0, -1]
+        token = None if choose is None else choose(self.logits)
+        self.pipeline.end_head()
+        ended_ns = self.device.end_step()
+        record = self._record(step, began_ns, ended_ns, knobs.threshold_scale if read else nan)
+        self.cache.end_step(record)
+        return token, record
+
+    def _record(
+        self, step: StepInfo, began_ns: int, ended_ns: int, threshold_scale: float
+    ) -> StepRecord:
+        logged, self.device.ops = self.device.ops, []
+        if self.keep_ops:
+            self.ops += logged
+        ops = self._open + logged
+        self._open = [op for op in ops if op.t1_ns > ended_ns]
+
+        def busy(lane: str, *kinds: str) -> float:
+            chosen = [op for op in ops if op.lane == lane and (not kinds or op.kind in kinds)]
+            return busy_s(chosen, began_ns, ended_ns)
+
+        counts = self.cache.take_counts()
+        decide_s = busy("planner")
+        return StepRecord(
+            seq=step.seq,
+            step=step.step,
+            phase=step.phase,
+            n_tokens=step.n_tokens,
+            context_len=step.context_len,
+            wall_s=(ended_ns - began_ns) / NS,
+            gpu_busy_s=busy("gpu"),
+            cpu_busy_s=busy("cpu"),
+            swap_busy_s=busy("h2d", "swap"),
+            act_busy_s=busy("h2d", "partial sums") + busy("d2h"),
+            predict_s=busy("gpu", "predict"),
+            decide_s=decide_s,
+            wait_cpu_s=busy("idle", "cpu"),
+            wait_io_s=busy("idle", "io"),
+            wait_decide_s=decide_s,  # the thread that decides also feeds the gpu lane
+            evaluated=counts.evaluated,
+            active=counts.active,
+            predicted=counts.predicted,
+            predicted_active=counts.predicted_active,
+            hit_resident=counts.hit_resident,
+            hit_on_time=counts.hit_on_time,
+            late=counts.late,
+            residual=counts.residual,
+            loads=counts.loads,
+            loads_used_first=counts.loads_used_first,
+            wasted=counts.wasted,
+            cancelled=counts.cancelled,
+            evictions=counts.evictions,
+            h2d_bytes=counts.loads * float(self._load_bytes),
+            threshold_scale=threshold_scale,
+        )
+
+    def _max_context(self) -> int:
+        return int(self.config.max_position_embeddings)
+
+    def _checked(self, given: Sequence[int] | NDArray[np.int32]) -> NDArray[np.int32]:
+        tokens = np.asarray(given, np.int32)
+        vocab, longest = int(self.config.vocab_size), self._max_context()
+        if tokens.ndim != 1 or tokens.size == 0:
+            raise KairoxError(f"a sequence is a list of 1 token or more, got {tokens.shape}")
+        if tokens.min() < 0 or tokens.max() >= vocab:
+            raise KairoxError(
+                f"tokens must be 0 to {vocab - 1}, got {tokens.min()} to {tokens.max()}; "
+                "was the text encoded with another model's tokenizer?"
+            )
+        if tokens.size > longest:
+            raise KairoxError(f"{tokens.size} tokens; the model's context holds {longest}")
+        return tokens
+
+
+def _chunks(tokens: NDArray[np.int32], size: int) -> list[NDArray[np.int32]]:
+    if size < 1:
+        raise KairoxError(f"prefill_chunk must be 1 or more, got {size}")
+    return [tokens[at : at + size] for at in range(0, tokens.size, size)]
+
+
+def _kv_argument(model: nn.Module) -> str:
+    """What forward calls the KV cache: `cache` in newer transformers, `past_key_values` before."""
+    names = inspect.signature(model.forward).parameters
+    return "cache" if "cache" in names else "past_key_values"
