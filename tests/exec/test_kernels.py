@@ -224,6 +224,10 @@ def test_a_gate_at_the_threshold_does_not_fire(kernel: ModuleType) -> None:
     gate_w = torch.tensor([[0.5, 0, 0, 0], [0.5, 0.25, 0, 0], [0, 0, 0, 0], [-0.0, 0, 0, 0]])
     assert kernel.gate_all(x, gate_w, None, 0.5).tolist() == [[0.0, 0.75, 0.0, 0.0]]
     assert kernel.gate_all(x, gate_w, None, 0.0).tolist() == [[0.5, 0.75, 0.0, 0.0]]
+    rows = torch.stack([gate_w, torch.eye(4)], dim=1)  # fc1 and fc2: y holds the activations
+    ids = torch.arange(4)
+    for threshold, y in ((0.5, [0.0, 0.75, 0.0, 0.0]), (0.0, [0.5, 0.75, 0.0, 0.0])):
+        assert kernel.ffn_rows(x[0], rows, ids, gated=False, threshold=threshold).tolist() == y
 
 
 @KERNELS
