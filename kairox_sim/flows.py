@@ -1,9 +1,8 @@
-"""Host memory traffic in integer nanoseconds: the h2d queue, the CPU pool's rows, shared DRAM.
+"""Host memory traffic in integer nanoseconds: the h2d link, the CPU pool's reads, shared DRAM.
 
-Plain arithmetic without a clock or an event loop: the engine brings `now`, asks what ended, and is
-told when the rates change next. Every transfer is a flow with a byte count and a cap; a fixed cost
-is folded into the cap (bytes / (fixed + bytes / rate)), so that an undisturbed copy takes exactly
-fixed + bytes / rate. Active flows share DRAM by max-min water-filling.
+Plain arithmetic without a clock or an event loop: the caller brings `now`, asks what has ended, and
+is told when to ask again. A copy is set up for a fixed time, then its bytes flow; bytes on the link
+and bytes read by the pool share DRAM by max-min water-filling.
 """
 
 from __future__ import annotations
@@ -12,8 +11,10 @@ from collections import deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from math import ceil, inf
+from typing import NamedTuple
 
 NS = 1_000_000_000
+NEVER = 2**62
 
 
 def water_fill(caps: Sequence[float], capacity: float) -> list[float]:
@@ -27,94 +28,118 @@ def water_fill(caps: Sequence[float], capacity: float) -> list[float]:
     return rates
 
 
-def capped(n_bytes: float, fixed_s: float, bytes_per_s: float) -> float:
-    """The cap [bytes/s] at which `n_bytes` take fixed_s + n_bytes / bytes_per_s."""
-    return n_bytes / (fixed_s + n_bytes / bytes_per_s)
+class Ended(NamedTuple):
+    end_ns: int
+    kind: str  # "swap" | "critical" | "cpu"
+    key: Hashable
+    began_ns: int
 
 
 @dataclass(slots=True)
 class _Flow:
-    kind: str  # "swap" | "critical" | "cpu"
-    key: Hashable
-    n_bytes: float
-    cap: float  # bytes/s
-    began_ns: int = 0
-    since_ns: int = 0  # `left` and `rate` hold from here
-    left: float = 0.0  # bytes
-    rate: float = 0.0  # bytes/s
+    """Bytes that move from `since_ns` on; while a copy is being set up that is still to come."""
 
-    @property
-    def end_ns(self) -> int:
-        if self.rate <= 0:
-            raise RuntimeError(f"{self.kind} {self.key!r} has a rate of {self.rate} bytes/s")
-        # 1e-6 ns of slack: a quotient a hair above a whole ns is that ns, not the next one.
-        return self.since_ns + max(0, ceil(self.left / self.rate * NS - 1e-6))
-
-
-@dataclass(frozen=True, slots=True)
-class Ended:
-    end_ns: int
     kind: str
     key: Hashable
-    began_ns: int
+    began_ns: int  # set-up included
+    since_ns: int  # `left` and `rate` hold from here
+    left: float  # bytes
+    rate: float  # bytes/s
+    end_ns: int = NEVER
+    moving: bool = False  # set up, as far as the sharing of DRAM has taken notice
+
+
+@dataclass(slots=True)
+class _Queued:
+    """Equal copies, one after the other."""
+
+    kind: str
+    keys: Sequence[Hashable]
+    n_bytes: float  # each
+    setup_ns: int  # each
+    n_started: int = 0
 
 
 class HostTraffic:
     """One h2d link (critical activations before swaps, a swap is not preempted) and one CPU pool.
 
-    A queued run of swaps of equal cap is one flow with a landing time each: nothing but the last
-    end changes the rates, so it costs one wake-up however many swaps it carries.
+    Equal swaps are queued as one run. While the link and the pool leave each other alone, nothing
+    needs to happen when a swap ends: the landings of a whole run are worked out when asked for.
     """
 
-    def __init__(self, dram_bytes_per_s: float = inf) -> None:
-        self.dram_bytes_per_s = dram_bytes_per_s
-        self._swaps: deque[_Flow] = deque()
-        self._critical: deque[_Flow] = deque()
+    def __init__(self, h2d_bytes_per_s: float, dram_bytes_per_s: float = inf) -> None:
+        self.h2d_bytes_per_s, self.dram_bytes_per_s = h2d_bytes_per_s, dram_bytes_per_s
+        self._swaps: deque[_Queued] = deque()
+        self._critical: deque[_Queued] = deque()
         self._link: _Flow | None = None
         self._cpu: _Flow | None = None
+        self._cpu_cap = 0.0  # bytes/s
+        self._contended = False  # the pool and the link want more than DRAM gives
         self._swap_busy_ns = 0  # of swaps that have ended
 
-    def submit_swap(self, key: Hashable, n_bytes: float, cap: float) -> None:
-        self._swaps.append(_Flow("swap", key, n_bytes, cap))
+    def submit_swaps(self, keys: Sequence[Hashable], n_bytes: float, setup_ns: int) -> None:
+        """Copies of `n_bytes` each, in order. They start at the next `settle`."""
+        self._swaps.append(_Queued("swap", keys, n_bytes, setup_ns))
 
-    def submit_critical(self, key: Hashable, n_bytes: float, cap: float) -> None:
-        self._critical.append(_Flow("critical", key, n_bytes, cap))
+    def submit_critical(self, key: Hashable, n_bytes: float, setup_ns: int) -> None:
+        """A copy that goes ahead of every swap that has not begun."""
+        self._critical.append(_Queued("critical", (key,), n_bytes, setup_ns))
 
-    def submit_cpu(self, key: Hashable, n_bytes: float, cap: float) -> None:
+    def start_cpu(self, key: Hashable, n_bytes: float, cap: float, now_ns: int) -> None:
+        """The pool begins to read. Call after `settle(now_ns)`."""
         if self._cpu is not None:
             raise RuntimeError("the CPU pool works on one layer-step at a time")
-        self._cpu = _Flow("cpu", key, n_bytes, cap, began_ns=-1)
+        self._cpu = _Flow("cpu", key, now_ns, now_ns, n_bytes, 0.0)
+        self._cpu_cap = cap
+        self._contended = self.h2d_bytes_per_s + cap > self.dram_bytes_per_s
+        if self._link is not None:
+            self._link.moving = self._link.since_ns <= now_ns
+        self._share(now_ns)
 
     def settle(self, now_ns: int) -> list[Ended]:
-        """Everything that ended at or before `now_ns`, in order of time; then start what can."""
+        """What ended at or before `now_ns`, in order of time; when nothing did, start what can.
+
+        Call until it returns nothing: what an end at `now_ns` makes the caller submit goes before
+        what starts at `now_ns`.
+        """
         ended: list[Ended] = []
         while True:
-            link_end = self._link.end_ns if self._link is not None else now_ns + 1
-            cpu = self._cpu if self._cpu is not None and self._cpu.began_ns >= 0 else None
-            cpu_end = cpu.end_ns if cpu is not None else now_ns + 1
-            if min(link_end, cpu_end) > now_ns:
+            cpu_ns = NEVER if self._cpu is None else self._cpu.end_ns
+            link_ns = self._link_change_ns()
+            at_ns = min(cpu_ns, link_ns)
+            if at_ns > now_ns:
                 break
-            if cpu is not None and cpu_end <= link_end:
-                ended.append(Ended(cpu_end, "cpu", cpu.key, cpu.began_ns))
+            if at_ns == cpu_ns:
+                assert self._cpu is not None
+                ended.append(Ended(at_ns, "cpu", self._cpu.key, self._cpu.began_ns))
                 self._cpu = None
-                self._share(cpu_end)
-            else:
-                ended.append(self._end_link(link_end))
-        self._start(now_ns)
+                self._share(at_ns)
+                self._contended = False
+                continue
+            assert self._link is not None
+            if self._link.end_ns > at_ns:  # set up: its bytes begin to move
+                self._link.moving = True
+                self._share(at_ns)
+                continue
+            ended.append(self._end_link())
+            if at_ns < now_ns:  # nobody submitted anything in between, or we would have been asked
+                self._start_link(at_ns)
+            self._share(at_ns)
+        if not ended and self._link is None and self._start_link(now_ns):
+            self._share(now_ns)
         return ended
 
-    def next_change_ns(self) -> int | None:
-        """When a rate changes next if nothing is submitted; None when all is idle."""
-        ends = []
-        if self._cpu is not None:
-            ends.append(self._cpu.end_ns)
-        if self._link is not None:
-            end_ns = self._link.end_ns
-            if not self._critical:
-                for flow in self._run_behind():
-                    end_ns += max(0, ceil(flow.left / self._link.rate * NS - 1e-6))
-            ends.append(end_ns)
-        return min(ends, default=None)
+    def next_change_ns(self, *, each_copy: bool = False) -> int:
+        """When to settle next if nothing is submitted; NEVER when that makes no difference.
+
+        A swap that lands while nobody waits for the link makes none, unless `each_copy` is asked.
+        """
+        at_ns = NEVER if self._cpu is None else self._cpu.end_ns
+        if self._link is not None and (
+            each_copy or self._contended or self._critical or self._link.kind == "critical"
+        ):
+            at_ns = min(at_ns, self._link_change_ns())
+        return at_ns
 
     def swap_busy_ns(self, now_ns: int) -> int:
         """Time the link has carried swaps up to now. Call after `settle(now_ns)`."""
@@ -122,63 +147,67 @@ class HostTraffic:
             return self._swap_busy_ns + now_ns - self._link.began_ns
         return self._swap_busy_ns
 
-    def queued(self) -> list[Hashable]:
-        """Keys of swaps that have not landed, in order."""
-        head = [self._link.key] if self._link is not None and self._link.kind == "swap" else []
-        return head + [flow.key for flow in self._swaps]
+    def on_link(self) -> tuple[str, Hashable, int] | None:
+        """(kind, key, began_ns) of the copy that is under way."""
+        link = self._link
+        return None if link is None else (link.kind, link.key, link.began_ns)
 
     # -- inside ---------------------------------------------------------------------------------
 
-    def _run_behind(self) -> list[_Flow]:
-        """The swaps that follow the one on the link without a change of rate."""
-        if self._link is None or self._link.kind != "swap":
-            return []
-        run = []
-        for flow in self._swaps:
-            if flow.cap != self._link.cap:
-                break
-            flow.left = flow.n_bytes
-            run.append(flow)
-        return run
+    def _link_change_ns(self) -> int:
+        """When the copy on the link ends, or, where that matters, begins to move its bytes."""
+        link = self._link
+        if link is None:
+            return NEVER
+        return link.since_ns if self._contended and not link.moving else link.end_ns
 
-    def _end_link(self, end_ns: int) -> Ended:
+    def _end_link(self) -> Ended:
         flow = self._link
         assert flow is not None
         if flow.kind == "swap":
-            self._swap_busy_ns += end_ns - flow.began_ns
+            self._swap_busy_ns += flow.end_ns - flow.began_ns
         self._link = None
-        self._start_link(end_ns)
-        # The same cap again is the same rate: the CPU's flow needs no new start.
-        if self._link is None or self._link.cap != flow.cap:
-            self._share(end_ns)
-        else:
-            self._link.rate = flow.rate
-        return Ended(end_ns, flow.kind, flow.key, flow.began_ns)
-
-    def _start(self, now_ns: int) -> None:
-        started = self._start_link(now_ns)
-        if self._cpu is not None and self._cpu.began_ns < 0:
-            self._begin(self._cpu, now_ns)
-            started = True
-        if started:
-            self._share(now_ns)
+        return Ended(flow.end_ns, flow.kind, flow.key, flow.began_ns)
 
     def _start_link(self, now_ns: int) -> bool:
-        if self._link is not None or not (self._critical or self._swaps):
+        """Put the next copy on the idle link, if there is one."""
+        queue = self._critical or self._swaps
+        if not queue:
             return False
-        self._link = (self._critical or self._swaps).popleft()
-        self._begin(self._link, now_ns)
+        run = queue[0]
+        key = run.keys[run.n_started]
+        run.n_started += 1
+        if run.n_started == len(run.keys):
+            queue.popleft()
+        flow = _Flow(run.kind, key, now_ns, now_ns + run.setup_ns, run.n_bytes, 0.0)
+        flow.moving = run.setup_ns == 0
+        _set_rate(flow, min(self.h2d_bytes_per_s, self.dram_bytes_per_s), now_ns)
+        self._link = flow
         return True
 
-    def _begin(self, flow: _Flow, now_ns: int) -> None:
-        flow.began_ns = flow.since_ns = now_ns
-        flow.left = flow.n_bytes
-
     def _share(self, now_ns: int) -> None:
-        """Recompute every rate: called at each start and end, and nowhere else."""
-        active = [f for f in (self._link, self._cpu) if f is not None and f.began_ns >= 0]
-        rates = water_fill([flow.cap for flow in active], self.dram_bytes_per_s)
-        for flow, rate in zip(active, rates, strict=True):
-            if rate != flow.rate:
-                flow.left = max(0.0, flow.left - flow.rate * (now_ns - flow.since_ns) / NS)
-                flow.since_ns, flow.rate = now_ns, rate
+        """Recompute the rates: called at each start and end, and nowhere else."""
+        link, cpu = self._link, self._cpu
+        if cpu is None:
+            if link is not None and self._contended:
+                _set_rate(link, min(self.h2d_bytes_per_s, self.dram_bytes_per_s), now_ns)
+        elif link is not None and self._contended and link.moving:
+            caps = (self.h2d_bytes_per_s, self._cpu_cap)
+            link_rate, cpu_rate = water_fill(caps, self.dram_bytes_per_s)
+            _set_rate(link, link_rate, now_ns)
+            _set_rate(cpu, cpu_rate, now_ns)
+        else:
+            _set_rate(cpu, min(self._cpu_cap, self.dram_bytes_per_s), now_ns)
+
+
+def _set_rate(flow: _Flow, rate: float, now_ns: int) -> None:
+    if rate == flow.rate:
+        return
+    if rate <= 0:
+        raise RuntimeError(f"{flow.kind} {flow.key!r} would move at {rate} bytes/s")
+    if now_ns > flow.since_ns:
+        flow.left = max(0.0, flow.left - flow.rate * (now_ns - flow.since_ns) / NS)
+        flow.since_ns = now_ns
+    flow.rate = rate
+    # Rounded up, with 1e-6 ns of slack: a quotient a hair above a whole ns is that ns.
+    flow.end_ns = flow.since_ns + max(0, ceil(flow.left / rate * NS - 1e-6))

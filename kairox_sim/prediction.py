@@ -18,8 +18,8 @@ class Predictions(Protocol):
     @property
     def label(self) -> str: ...
 
-    def of(self, step: TraceStep, layer: int) -> tuple[Ids, Share | None]:
-        """(ids, share); share is None in decode."""
+    def of(self, step: TraceStep, layer: int, evaluated: Ids) -> tuple[Ids, Share | None]:
+        """(ids, share); share is None in decode. `evaluated` is the truth, for those who cheat."""
         ...
 
 
@@ -29,7 +29,7 @@ class Recorded:
 
     label: str = "recorded prediction"
 
-    def of(self, step: TraceStep, layer: int) -> tuple[Ids, Share | None]:
+    def of(self, step: TraceStep, layer: int, evaluated: Ids) -> tuple[Ids, Share | None]:
         ids = step.predicted(layer)
         if ids is None:
             raise KairoxError(
@@ -45,9 +45,9 @@ class Perfect:
 
     label: str = "perfect prediction"
 
-    def of(self, step: TraceStep, layer: int) -> tuple[Ids, Share | None]:
+    def of(self, step: TraceStep, layer: int, evaluated: Ids) -> tuple[Ids, Share | None]:
         share = None if step.n_tokens == 1 else step.evaluated_share(layer)
-        return step.evaluated(layer), share
+        return evaluated, share
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +70,9 @@ class OfQuality:
     def label(self) -> str:
         return f"prediction of recall {self.recall:g}, precision {self.precision:g}"
 
-    def of(self, step: TraceStep, layer: int) -> tuple[Ids, Share | None]:
+    def of(self, step: TraceStep, layer: int, evaluated: Ids) -> tuple[Ids, Share | None]:
         rng = np.random.default_rng((self.seed, step.step, layer))
-        truth = step.evaluated(layer)
+        truth = evaluated
         kept = rng.random(truth.size) < self.recall
         silent = np.setdiff1d(np.arange(self.n_neurons, dtype=np.int32), truth)
         mean_alarms = np.count_nonzero(kept) * (1 - self.precision) / self.precision

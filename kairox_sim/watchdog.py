@@ -1,24 +1,45 @@
 """Run a simulation to its end, or say who waits for whom."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from math import inf
 
 import simpy
 
 
-def run_to_end(env: simpy.Environment, processes: Mapping[str, simpy.Process]) -> None:
-    """Run until nothing is scheduled; raise if a process has not finished, with who waits for whom.
+def run_to_end(
+    env: simpy.Environment,
+    processes: Mapping[str, simpy.Process],
+    describe: Callable[[simpy.Event], str] = str,
+) -> None:
+    """Run until these processes have finished; raise if that cannot happen any more.
 
-    SimPy's own `run` returns silently when every process left is waiting for another.
+    SimPy's own `run` returns silently when every process left is waiting for another. The error
+    names who waits for whom; `describe` says what an event is that is no request of a resource.
     """
-    env.run()
-    stuck = {name: process for name, process in processes.items() if process.is_alive}
-    if not stuck:
-        return
+    while any(process.is_alive for process in processes.values()):
+        if env.peek() == inf:
+            raise RuntimeError(_stranded(env.now, processes, describe))
+        env.step()
+
+
+def _stranded(
+    now_ns: float,
+    processes: Mapping[str, simpy.Process],
+    describe: Callable[[simpy.Event], str],
+) -> str:
     names = {process: name for name, process in processes.items()}
     lines = []
-    for name, process in stuck.items():
-        resource = getattr(process.target, "resource", None)
-        holders = [names.get(user.proc, "?") for user in getattr(resource, "users", [])]
-        what = f"{' and '.join(holders)} to give up a resource" if holders else str(process.target)
+    for name, process in processes.items():
+        if not process.is_alive:
+            continue
+        target = process.target
+        resource = getattr(target, "resource", None)
+        holders = [names.get(user.proc, "somebody") for user in getattr(resource, "users", [])]
+        if isinstance(target, simpy.Process):
+            what = names.get(target, str(target))
+        elif holders:
+            what = f"{' and '.join(holders)} to give up a resource"
+        else:
+            what = describe(target)
         lines.append(f"{name} waits for {what}")
-    raise RuntimeError(f"at {env.now} ns nothing can happen any more: " + "; ".join(lines))
+    return f"at {now_ns} ns nothing can happen any more: " + "; ".join(lines)
