@@ -16,8 +16,16 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from kairox_sim.errors import KairoxError
-from kairox_sim.trace_file import SCALARS, Columns, ContainerWriter, read_container
-from kairox_sim.trace_format import PHASES, SequenceInfo, TraceHeader, as_bits, pack, unpack
+from kairox_sim.trace_file import BIT_COLUMNS, SCALARS, Columns, ContainerWriter, read_container
+from kairox_sim.trace_format import (
+    PHASES,
+    SequenceInfo,
+    TraceHeader,
+    as_bits,
+    check_bits,
+    pack,
+    unpack,
+)
 from kairox_sim.trace_writer import TraceWriter
 
 __all__ = [
@@ -146,6 +154,9 @@ class Trace:
         self.predicted_bits: NDArray[np.uint8] | None = columns.get("predicted")
         self.predicted_known: NDArray[np.bool_] | None = columns.get("predicted_known")
         # Per step: first row [n_steps + 1], tokens [n_steps], tokens in the KV cache [n_steps].
+        for name in BIT_COLUMNS:
+            if name in columns:
+                check_bits(columns[name], header, name)
         self._first, self._step_tokens = _check_rows(header, columns)
         if context_len is None:
             context_len = _context_len(self.seq[self._first[:-1]], self._step_tokens)

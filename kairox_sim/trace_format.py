@@ -154,15 +154,25 @@ def as_bits(rows: NDArray[Any], n_rows: int, header: TraceHeader, name: str) -> 
         return pack(rows)
     if rows.dtype == np.uint8 and rows.shape == (n_rows, n_bytes):
         bits: NDArray[np.uint8] = np.array(rows, order="C")
-        if n % 64 and pack(unpack(bits, n)).tobytes() != bits.tobytes():
-            raise KairoxError(
-                f"{name} has bits set behind neuron {n - 1}: the padding must be zero"
-            )
+        check_bits(bits, header, name)
         return bits
     raise KairoxError(
         f"{name} is {rows.dtype}{list(rows.shape)}: expected bool[{n_rows}, {n}] or packed "
         f"uint8[{n_rows}, {n_bytes}]"
     )
+
+
+def check_bits(bits: NDArray[np.uint8], header: TraceHeader, name: str) -> None:
+    """KairoxError unless rows have the header's width and zeros behind the last neuron."""
+    n, n_bytes = header.n_neurons, header.n_bytes
+    if bits.shape[1] != n_bytes:
+        raise KairoxError(
+            f"{name} has rows of {bits.shape[1]} bytes: {n} neurons take {n_bytes}, padded to 64"
+        )
+    if n % 64:
+        last_word = np.ascontiguousarray(bits[:, -8:]).view("<u8")  # [n_rows, 1]
+        if (last_word >> np.uint64(n % 64)).any():
+            raise KairoxError(f"{name} has bits set behind neuron {n - 1}: padding must be zero")
 
 
 def _nan_to_null(value: Any) -> Any:

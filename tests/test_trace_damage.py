@@ -134,6 +134,15 @@ def test_nuls_in_the_middle_are_an_error_that_names_the_batch(container, request
                     read_bytes(path, damaged)
 
 
+def test_damage_in_the_middle_of_a_recording_without_an_end_is_damage_too(stream):
+    raw, offsets = stream.read_bytes(), batch_offsets(stream)
+    for stop in (offsets[4], offsets[3], offsets[4] + 3):  # killed here
+        for count in (4096, 4099):  # what follows may be out of step with 8-byte alignment
+            damaged = raw[: offsets[1] + 40] + bytes(count) + raw[offsets[1] + 40 : stop]
+            with pytest.raises(KairoxError, match=f"byte offset {offsets[1]}:"):
+                read_bytes(stream, damaged)
+
+
 def test_nuls_that_replace_the_end_are_a_cut(stream):
     """What a power cut leaves: the file has its length, its last blocks were never written."""
     raw, offsets = stream.read_bytes(), batch_offsets(stream)
