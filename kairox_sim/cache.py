@@ -254,7 +254,8 @@ class NeuronCache:
         for layer in range(self.n_layers):
             owned = self.slot_of[layer][self.slot_of[layer] >= 0]
             all_slots = np.sort(np.concatenate([owned, self._free[layer]]))
-            assert (all_slots == np.arange(self.capacity[layer])).all(), "a slot lost or shared"
+            whole = np.arange(self.capacity[layer])
+            assert np.array_equal(all_slots, whole), "a slot lost or shared"
         totals = self.totals
         met = totals["used"] + totals["wasted"] + totals["cancelled"] + self.unused_yet
         assert totals["loads"] == met, f"{totals['loads']} loads, {met} accounted for"
