@@ -1,0 +1,258 @@
+"""A driver without devices, and a second bookkeeping of what a NeuronCache may do.
+
+`drive` makes the calls that both real drivers make, for each trigger; `Shadow` is a journal that
+knows nothing but sets and checks every event against them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import cycle
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kairox_sim.cache import NeuronCache
+from kairox_sim.controllers import Controller, Fixed
+from kairox_sim.events import Cancelled, Committed, Event, LookedUp, Planned
+from kairox_sim.policies import POLICIES
+from kairox_sim.policies.base import Observes, Policy, Trigger
+from kairox_sim.record import StepRecord
+
+
+@dataclass(frozen=True)
+class LayerStep:
+    evaluated: list[int]
+    predicted: list[int]
+    active: list[int] | None = None
+    shares: bool = False  # a prefill chunk: ids sorted and unique, each with a share
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a driver is given: sizes, sets, and `luck`, which says what lands when."""
+
+    n_neurons: int
+    slots: list[int]  # [n_layers]
+    steps: list[list[LayerStep]]  # [n_steps][n_layers]
+    trigger: Trigger
+    observes: Observes
+    luck: Sequence[int] = (1,)
+    pinned: list[list[int]] | None = None
+    warm: list[list[int]] | None = None
+    swap_neurons: int = 2
+    max_swaps: int | None = None
+    threshold_scale: float = 1.0
+
+    @property
+    def n_layers(self) -> int:
+        return len(self.slots)
+
+    def fixed(self) -> Fixed:
+        return Fixed(self.threshold_scale, self.max_swaps)
+
+    def cache(self, policy: Policy | str, controller: Controller | None = None) -> NeuronCache:
+        if isinstance(policy, str):
+            policy = POLICIES[policy](self.n_layers, self.n_neurons)  # type: ignore[call-arg]
+        return NeuronCache(
+            self.n_layers,
+            self.n_neurons,
+            self.slots,
+            policy,
+            controller or self.fixed(),
+            pinned=self.pinned,
+            warm=self.warm,
+            swap_neurons=self.swap_neurons,
+            observes=self.observes,
+            trigger=self.trigger,
+        )
+
+
+class Shadow:
+    """Residency as sets. Give it to a cache as its journal before the first call."""
+
+    def __init__(self, cache: NeuronCache, limit: int | None) -> None:
+        self.cache, self.limit = cache, limit
+        layers = range(cache.n_layers)
+        self.pinned = [set(np.flatnonzero(cache.state[i] == 3).tolist()) for i in layers]
+        # id -> slot
+        self.resident = [
+            {int(n): int(cache.slot_of[i, n]) for n in np.flatnonzero(cache.state[i] >= 2)}
+            for i in layers
+        ]
+        self.arriving: dict[int, tuple[int, dict[int, int]]] = {}  # swap id -> layer, id -> slot
+        self.unused: list[set[int]] = [set() for _ in layers]
+        self.before: dict[int, set[int]] = {}
+        self.at_poll: list[set[int]] | None = None
+        self.events: list[Event] = []
+        self.issued = self.landed = self.cancelled = 0  # swaps
+        self.loads = self.used = self.wasted = self.given_up = 0  # neurons
+        self.evictions = self.hits = self.residuals = self.late = self.evaluated = 0
+        self.hit_resident = 0
+
+    def __call__(self, event: Event) -> None:
+        self.events.append(event)
+        match event:
+            case Planned():
+                self._planned(event)
+            case Committed():
+                self._committed(event)
+            case LookedUp():
+                self._looked_up(event)
+            case Cancelled(swap_id):
+                _, copies = self.arriving.pop(swap_id)
+                self.cancelled += 1
+                self.given_up += len(copies)
+        assert self.issued == self.landed + self.cancelled + len(self.cache.in_flight)
+        assert self.cache.in_flight.keys() == self.arriving.keys()
+
+    def _planned(self, event: Planned) -> None:
+        layer, resident = event.layer, self.resident[event.layer]
+        if not self.cache.plans_after:
+            self.before.setdefault(layer, set(resident))
+        seen, evicted = set(event.predicted.tolist()), event.evicted.tolist()
+        assert len(set(evicted)) == len(evicted)
+        assert set(evicted) <= resident.keys() - self.pinned[layer] - seen
+        was = {neuron: resident.pop(neuron) for neuron in evicted}
+        self.evictions += len(evicted)
+        self.wasted += len(self.unused[layer] & set(evicted))
+        self.unused[layer] -= set(evicted)
+        promoted = 0
+        for swap in event.swaps:
+            assert swap.id == self.issued
+            assert swap.layer == layer
+            assert 1 <= swap.promote.size == swap.slots.size <= self.cache.swap_neurons
+            taken = set(resident.values()) | set(self._flying(layer).values())
+            assert not taken & set(swap.slots.tolist())
+            assert set(swap.slots.tolist()) <= set(range(self.cache.capacity[layer]))
+            assert not set(swap.promote.tolist()) & (resident.keys() | self._flying(layer).keys())
+            assert set(swap.evict.tolist()) <= set(evicted)
+            assert [was[n] for n in swap.evict.tolist()] == swap.slots[: swap.evict.size].tolist()
+            copies = dict(zip(swap.promote.tolist(), swap.slots.tolist(), strict=True))
+            assert len(copies) == len(set(copies.values())) == swap.promote.size
+            self.arriving[swap.id] = layer, copies
+            self.issued += 1
+            promoted += len(copies)
+        assert self.limit is None or promoted <= self.limit
+        self.loads += promoted
+
+    def _flying(self, layer: int) -> dict[int, int]:
+        return {
+            n: s for at, copies in self.arriving.values() if at == layer for n, s in copies.items()
+        }
+
+    def _committed(self, event: Committed) -> None:
+        if self.at_poll is None:
+            self.at_poll = [set(r) for r in self.resident]
+        for swap_id in event.swap_ids:
+            layer, copies = self.arriving.pop(swap_id)
+            self.resident[layer] |= copies
+            self.unused[layer] |= copies.keys()
+            self.landed += 1
+
+    def _looked_up(self, event: LookedUp) -> None:
+        layer, split = event.layer, event.split
+        wanted, now = set(event.evaluated.tolist()), self.resident[layer].keys()
+        at_poll = self.at_poll[layer] if self.at_poll is not None else set(now)
+        before = self.before.pop(layer, at_poll)
+        self.at_poll = None
+        assert split.on_time.tolist() == sorted(wanted & now)
+        assert split.residual.tolist() == sorted(wanted - now)
+        assert split.late.tolist() == sorted(wanted & self._flying(layer).keys())
+        assert split.hit_resident == len(wanted & before)
+        self.used += len(self.unused[layer] & wanted)
+        self.unused[layer] -= wanted
+        self.evaluated += len(wanted)
+        self.hits += split.on_time.size
+        self.residuals += split.residual.size
+        self.late += split.late.size
+        self.hit_resident += split.hit_resident
+
+    def agree(self) -> None:
+        """The cache's own books say the same; every load is somewhere."""
+        self.cache.check()
+        totals = self.cache.totals
+        assert totals == {
+            "loads": self.loads,
+            "used": self.used,
+            "wasted": self.wasted,
+            "cancelled": self.given_up,
+        }
+        unused_yet = sum(len(u) for u in self.unused) + sum(
+            len(copies) for _, copies in self.arriving.values()
+        )
+        assert self.loads == self.used + self.wasted + self.given_up + unused_yet
+        assert self.cache.unused_yet == unused_yet
+        assert self.evaluated == self.hits + self.residuals
+
+
+def drive(cache: NeuronCache, run: Run) -> list[StepRecord]:
+    """Every step of `run`, in the order of calls of its trigger, check() after each call."""
+    luck = cycle(run.luck)
+    records = []
+    for at, step in enumerate(run.steps):
+        for layer, now in enumerate(step):
+            if run.trigger in ("attn_in", "attn_out") and layer + 1 < len(step):
+                _plan(cache, layer + 1, step[layer + 1])
+            if run.trigger in ("serial", "instant"):
+                _plan(cache, layer, now)
+            _poll(cache, luck, everything=run.trigger == "instant")
+            _lookup(cache, layer, now)
+            if run.trigger == "after":
+                _plan(cache, layer, now, reactive=True)
+        if run.trigger in ("attn_in", "attn_out") and at + 1 < len(run.steps):
+            _plan(cache, 0, step[0])  # the next step's, from this step's own set
+        counts = cache.take_counts()
+        assert counts.evaluated == counts.hit_on_time + counts.residual
+        assert 0 <= counts.late <= counts.residual
+        assert counts.hit_resident <= counts.evaluated
+        record = StepRecord.with_unknown(
+            step=at,
+            gpu_busy_s=1e-3 * (1 + next(luck) % 3),
+            cpu_busy_s=1e-4 * counts.residual,
+            swap_busy_s=2e-4 * counts.loads,
+            **asdict(counts),
+        )
+        records.append(record)
+        cache.end_step(record)
+    return records
+
+
+def _plan(cache: NeuronCache, layer: int, step: LayerStep, *, reactive: bool = False) -> None:
+    ids = np.array(step.evaluated if reactive else step.predicted, np.int64)
+    share = _share(ids) if step.shares else None
+    kept = ids.copy()
+    swaps = cache.plan(layer, ids, share)
+    assert (ids == kept).all()
+    assert all(swap.id in cache.in_flight for swap in swaps)
+    cache.check()
+
+
+def _lookup(cache: NeuronCache, layer: int, step: LayerStep) -> None:
+    ids = np.array(step.evaluated, np.int32)
+    active = None if step.active is None else np.array(step.active, np.int32)
+    share = _share(ids if active is None else active) if step.shares else None
+    kept, kept_active = ids.copy(), None if active is None else active.copy()
+    cache.lookup(layer, ids, active, share)
+    assert (ids == kept).all()
+    assert active is None or (active == kept_active).all()
+    cache.check()
+
+
+def _share(ids: NDArray[np.int64] | NDArray[np.int32]) -> NDArray[np.float16]:
+    return ((1 + ids % 4) / 4).astype(np.float16)
+
+
+def _poll(cache: NeuronCache, luck: Iterator[int], *, everything: bool) -> None:
+    """Land all, some or none of what is in flight, in or out of order; now and then cancel."""
+    landed = []
+    for swap_id in list(cache.in_flight):
+        chance = next(luck) % 8
+        if everything or chance < 4:
+            landed.append(swap_id)
+        elif chance == 7:
+            cache.cancel(swap_id)
+            cache.check()
+    cache.commit(landed[::-1] if next(luck) % 3 == 0 else landed)
+    cache.check()
