@@ -20,7 +20,9 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol, Self
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from kairox_exec.lanes import Job, Link, Transfer, Worker
 from kairox_exec.oplog import NS, Op, Size
@@ -92,12 +94,17 @@ class Device(Protocol):
         ...
 
     def copy(
-        self, swap: Swap, rows: torch.Tensor, slots: torch.Tensor, *, at_once: bool = False
+        self,
+        swaps: Sequence[Swap],
+        rows: torch.Tensor,
+        slots: torch.Tensor,
+        *,
+        at_once: bool = False,
     ) -> None:
-        """Queue the copy of a swap's neurons from host `rows` to `slots`, after earlier swaps.
+        """Queue the copies of one plan's swaps from host `rows` to `slots`, after earlier ones.
 
-        at_once: the copy is made before returning and is never reported as landed; the link is
-        still busy for its time.
+        at_once: the copies are made before returning and never reported as landed; the link is
+        still busy for their time.
         """
         ...
 
@@ -261,30 +268,35 @@ class EmulatedDevice:
     # -- the link -------------------------------------------------------------------------------
 
     def copy(
-        self, swap: Swap, rows: torch.Tensor, slots: torch.Tensor, *, at_once: bool = False
+        self,
+        swaps: Sequence[Swap],
+        rows: torch.Tensor,
+        slots: torch.Tensor,
+        *,
+        at_once: bool = False,
     ) -> None:
-        n = int(swap.promote.size)
-        job = Job(lambda: copy_rows(rows, swap.promote, slots, swap.slots))
-        duration_ns, n_bytes = 0, float(n * rows[0].numel() * rows.element_size())
-        if self.costs is not None:
-            duration_ns, n_bytes = _ns(self.costs.swap_s(n)), self.costs.swap_bytes(n)
-        transfer = Transfer(
-            "swap",
-            swap.layer,
-            given_ns=self._clock(),
-            duration_ns=duration_ns,
-            size=Size(neurons=n, n_bytes=n_bytes),
-            job=job,
-            swap_id=swap.id,
-        )
+        # One gather does the real work of a whole plan; each swap has a time of its own.
+        ids = np.concatenate([swap.promote for swap in swaps])
+        places = np.concatenate([swap.slots for swap in swaps])
+        job = Job(lambda: copy_rows(rows, ids, slots, places))
         self._copier.submit(job)
+        given_ns = self._clock()
+        row_bytes = float(rows[0].numel() * rows.element_size())
+        for swap in swaps:
+            n = int(swap.promote.size)
+            duration_ns, n_bytes = 0, n * row_bytes
+            if self.costs is not None:
+                duration_ns, n_bytes = _ns(self.costs.swap_s(n)), self.costs.swap_bytes(n)
+            size = Size(neurons=n, n_bytes=n_bytes)
+            transfer = Transfer("swap", swap.layer, given_ns, duration_ns, size, job, swap.id)
+            self._link.give(transfer)
+            if at_once:
+                self._silent.add(swap.id)
+            else:
+                self._on_link[swap.id] = transfer
         if at_once:
             job.done.wait()
             self._raise_errors()
-            self._silent.add(swap.id)
-        else:
-            self._on_link[swap.id] = transfer
-        self._link.give(transfer)
 
     def landed(self) -> list[int]:
         self._raise_errors()
@@ -362,10 +374,12 @@ def gpu_seconds(costs: CostModel, kind: str, size: Size) -> float:
     raise ValueError(f"{kind!r} is no op of the gpu lane")
 
 
-def copy_rows(rows: torch.Tensor, ids: object, slots: torch.Tensor, places: object) -> None:
-    """slots[places] = rows[ids]; ids and places are int32 arrays of equal length."""
-    target = torch.as_tensor(places).long()  # index_copy_ takes nothing narrower
-    slots.index_copy_(0, target, rows.index_select(0, torch.as_tensor(ids)))
+def copy_rows(
+    rows: torch.Tensor, ids: NDArray[np.int32], slots: torch.Tensor, places: NDArray[np.int32]
+) -> None:
+    """slots[places] = rows[ids]."""
+    target = torch.from_numpy(places).long()  # index_copy_ takes nothing narrower
+    slots.index_copy_(0, target, rows.index_select(0, torch.from_numpy(ids)))
 
 
 def _sized(size: Size, n_bytes: float) -> Size:

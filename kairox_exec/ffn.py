@@ -212,7 +212,7 @@ class LivePipeline:
     def _plan(self, layer: int, ids: Ids, share: Share | None) -> None:
         self.device.think()
         swaps = self.cache.plan(layer, ids, share)
-        self.slots.start(swaps)
+        self.slots.start(layer, swaps)
         self.device.thought(layer, Size(neurons=self.cache.n_neurons, n_swaps=len(swaps)))
 
     # -- the FFN --------------------------------------------------------------------------------
@@ -260,7 +260,7 @@ class LivePipeline:
         """Poll once and commit, after waiting for this layer's copies where the settings say so."""
         if self.plans and self.trigger == "instant":
             swaps = self.cache.plan(layer, evaluated, share)
-            self.slots.start(swaps, at_once=True)
+            self.slots.start(layer, swaps, at_once=True)
             self.cache.commit(swap.id for swap in swaps)
             return
         if self.plans and (self.late == "stall" or self.trigger == "serial"):

@@ -6,7 +6,7 @@ has landed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -37,12 +37,11 @@ class SlotStore:
                 copy_rows(bundle.rows, here, slots, cache.slot_of[layer, here])
             self.slots.append(slots)
 
-    def start(self, swaps: Iterable[Swap], *, at_once: bool = False) -> None:
-        """Queue the copies, in order; `at_once`: make them before returning (see Device.copy)."""
-        for swap in swaps:
-            self._device.copy(
-                swap, self._bundles[swap.layer].rows, self.slots[swap.layer], at_once=at_once
-            )
+    def start(self, layer: int, swaps: Sequence[Swap], *, at_once: bool = False) -> None:
+        """Queue the copies of a plan; `at_once`: make them before returning (see Device.copy)."""
+        if swaps:
+            rows, slots = self._bundles[layer].rows, self.slots[layer]
+            self._device.copy(swaps, rows, slots, at_once=at_once)
 
     def landed(self) -> list[int]:
         """Ids of the swaps that landed since the last call, in issue order."""

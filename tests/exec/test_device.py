@@ -169,8 +169,7 @@ def _layer_step(device: EmulatedDevice, rows: torch.Tensor, slots: torch.Tensor)
     size = Size(n_tokens=1, context_len=8)
     device.end(device.begin(), "attention", 0, size)
     device.think()
-    for swap_id, first in enumerate((0, 2)):
-        device.copy(_swap(swap_id, [first, first + 1], [first + 1, first]), rows, slots)
+    device.copy([_swap(0, [0, 1], [1, 0]), _swap(1, [2, 3], [3, 2])], rows, slots)
     device.thought(0, Size(n_swaps=2))
     handed = device.hand_over(0, [torch.ones(3)], lambda x: x * 2, Size(neurons=5, n_tokens=1))
     device.end(device.begin(), "ffn", 0, Size(neurons=4, n_tokens=1))
@@ -254,7 +253,7 @@ def test_swaps_land_in_issue_order_when_their_time_has_come(costs: CostModel) ->
     with EmulatedDevice(slow) as device:
         device.start_step()
         for swap_id in range(4):
-            device.copy(_swap(swap_id, [swap_id], [swap_id]), rows, slots)
+            device.copy([_swap(swap_id, [swap_id], [swap_id])], rows, slots)
         assert device.landed() == []  # not before the lane's clock has moved, copied or not
         device.wait_landed([1])
         assert device.landed() == [0, 1]
@@ -266,9 +265,9 @@ def test_copy_at_once_is_there_and_never_reported() -> None:
     rows, slots = torch.randn(8, 2, 4), torch.full((8, 2, 4), torch.nan)
     with EmulatedDevice() as device:
         device.start_step()
-        device.copy(_swap(0, [3], [5]), rows, slots, at_once=True)
+        device.copy([_swap(0, [3], [5])], rows, slots, at_once=True)
         assert torch.equal(slots[5], rows[3])
-        device.copy(_swap(1, [4], [6]), rows, slots)
+        device.copy([_swap(1, [4], [6])], rows, slots)
         device.wait_landed([1])
         assert device.landed() == [1]
         assert [op.kind for op in device.ops if op.lane == "h2d"] == ["swap", "swap"]
@@ -280,7 +279,7 @@ def test_errors_of_the_other_lanes_reach_the_model_thread() -> None:
         with pytest.raises(RuntimeError, match="kairox-cpu failed"):
             device.join(handed)
     with EmulatedDevice() as device:
-        device.copy(_swap(0, [99], [0]), torch.zeros(2, 2, 4), torch.zeros(2, 2, 4))
+        device.copy([_swap(0, [99], [0])], torch.zeros(2, 2, 4), torch.zeros(2, 2, 4))
         with pytest.raises(RuntimeError, match="kairox-h2d failed"):
             device.wait_landed([0])
         with pytest.raises(RuntimeError, match="kairox-h2d failed"):

@@ -64,7 +64,7 @@ def test_copies_follow_the_cache_through_evictions(bundles: list[NeuronBundles])
                 cache.lookup(layer, seen)
                 swaps = cache.plan(layer, seen)
                 n_evictions += sum(swap.evict.size for swap in swaps)
-                store.start(swaps)
+                store.start(layer, swaps)
                 if rng.random() < 0.5:
                     device.wait_landed([s.id for s in swaps])
         device.wait_landed([s.id for s in cache.in_flight.values()])
