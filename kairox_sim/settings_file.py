@@ -200,11 +200,7 @@ def _find_parameter(key: str, policy: str, controller: str) -> tuple[str, str]:
             return where, tail
         if not dot and key in parameters:
             return where, key
-    known = [
-        *setting_keys(),
-        *(f"{policy}.{p}" for p in policy_parameters(policy)),
-        *(f"{controller}.{p}" for p in controller_parameters(controller)),
-    ]
+    known = [*setting_keys(), *policy_parameters(policy), *controller_parameters(controller)]
     raise KairoxError(f"unknown key {key!r}; {_nearest(key, known)}")
 
 
