@@ -279,10 +279,11 @@ class NeuronCache:
         state[promote], slot_of[promote] = ARRIVING, slots
         self._loads += promote.size
         self.totals["loads"] += promote.size
+        displaced = evict[: promote.size]
         swaps = []
         for at in range(0, promote.size, self.swap_neurons):
             part = slice(at, at + self.swap_neurons)
-            swap = Swap(self._next_id, layer, promote[part], slots[part], evict[part])
+            swap = Swap(self._next_id, layer, promote[part], slots[part], displaced[part])
             self.in_flight[swap.id] = swap
             self._next_id += 1
             swaps.append(swap)
