@@ -1,0 +1,305 @@
+"""From Settings to a model that runs: which device, at which pace, and a Runner ready to be timed.
+
+`build_device`, then `start`; `load` is both. The device outlives the Runner and is closed by
+whoever built it. Torch's thread count is the caller's, see `set_threads`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+
+from kairox_exec.device import EmulatedDevice
+from kairox_exec.families import load_dense, model_sha256, read_config
+from kairox_exec.ffn import Kernels, LayerStep
+from kairox_exec.kernels import torch_ref
+from kairox_exec.runner import Runner, attach
+from kairox_sim.costs import CostModel, costs_for
+from kairox_sim.errors import KairoxError
+from kairox_sim.events import Event
+from kairox_sim.hardware import HardwareProfile, LinkProfile, scaled
+from kairox_sim.model import CATALOGUE, ModelShape, shape_from_config
+from kairox_sim.policies import POLICIES
+from kairox_sim.settings import Settings, build_cache, load_prior, predictor_of, shape_of
+from kairox_sim.simulation import machine
+from kairox_sim.trace import Trace
+
+DEVICES = ("auto", "cuda", "emulated", "cpu")
+KernelChoice = Literal["numba", "torch"]
+
+RUN_BYTES_PER_WEIGHT = 4  # the executor runs in float32
+LAYER_S = 2e-3  # the shortest decode layer of an emulated machine: below, hand-overs dominate
+SLOW_TO = "time_scale = max(1, ceil(2 ms / shortest decode layer))"
+
+
+def model_shape(model_dir: str | Path) -> ModelShape:
+    """What a model directory describes, as the executor runs it: in float32, named as its folder.
+
+    A folder with the name of a catalogue entry must have its shape.
+    """
+    config = read_config(model_dir)
+    name = Path(model_dir).resolve().name
+    shape = shape_from_config(config, name=name, bytes_per_weight=RUN_BYTES_PER_WEIGHT)
+    known = CATALOGUE.get(name)
+    if known is None:
+        return shape
+    for field in ("n_layers", "n_neurons", "d_model"):
+        if getattr(known, field) != getattr(shape, field):
+            raise KairoxError(
+                f"{name!r} is a model of the catalogue with {field} {getattr(known, field)}, and "
+                f"config.json says {getattr(shape, field)}; give the folder another name"
+            )
+    return known
+
+
+def shortest_layer_s(costs: CostModel) -> float:
+    """Seconds of the shortest decode layer: attention over one token, gate, FFN of no neuron.
+
+    Without the predictor, which depends on the policy: every setting of a machine gets one pace.
+    """
+    return costs.attention_s(1, 1) + costs.gate_s(1) + costs.ffn_gpu_s(0, 1)
+
+
+def emulated_profile(
+    emulate: HardwareProfile | str | Path,
+    shape: ModelShape,
+    gating: str,
+    *,
+    time_scale: float | None = None,
+    link: LinkProfile | str | Path | None = None,
+) -> HardwareProfile:
+    """`emulate`, with `link` as its bus where given, slowed by `time_scale`.
+
+    By default it is slowed as far as the shortest decode layer of `shape` needs to last 2 ms:
+    time_scale = max(1, ceil(2 ms / shortest_layer_s)). The profile's own time_scale says which.
+    """
+    profile = machine(emulate, link)
+    if time_scale is None:
+        costs = costs_for(
+            profile,
+            shape,
+            gating,
+            trace_layers=shape.n_layers,
+            trace_neurons=shape.n_neurons,
+            predictor="lookahead",
+        )
+        time_scale = max(1.0, float(math.ceil(LAYER_S / shortest_layer_s(costs))))
+    return profile if time_scale == 1 else scaled(profile, time_scale)
+
+
+def choose_device(name: str) -> str:
+    """cuda, emulated or cpu: `auto` is the best that there is."""
+    if name not in DEVICES:
+        raise KairoxError(f"unknown device {name!r}; allowed: {', '.join(DEVICES)}")
+    if name == "cuda":
+        raise KairoxError(
+            "device 'cuda' is not built yet; allowed: auto, cpu, and emulated (with --emulate)"
+        )
+    return "cpu" if name == "auto" else name
+
+
+def build_device(
+    name: str,
+    *,
+    emulate: HardwareProfile | str | Path | None = None,
+    time_scale: float | None = None,
+    link: LinkProfile | str | Path | None = None,
+    shape: ModelShape,
+    gating: str,
+    model_as: str | None = None,
+    n_layers: int,
+    n_neurons: int,
+    predictor: str = "lookahead",
+    swap_neurons: int = 16,
+) -> tuple[EmulatedDevice, CostModel | None]:
+    """The device `name` for a model of `n_layers` x `n_neurons`, and what paces it (cpu: nothing).
+
+    shape: of the model itself; `model_as`, where given, is charged instead. swap_neurons: bundles
+    of the model that is charged, as in Settings.
+    """
+    chosen = choose_device(name)
+    if chosen == "cpu":
+        for option, given in (("emulate", emulate), ("time_scale", time_scale), ("link", link)):
+            if given is not None:
+                raise KairoxError(
+                    f"{option} is for the emulated device and the device is {name!r}; "
+                    "use device 'emulated', or leave it out"
+                )
+        return EmulatedDevice(), None
+    if emulate is None:
+        raise KairoxError("device 'emulated' needs a profile to emulate, such as emu-pc1 or pc1")
+    target = shape if model_as is None else shape_of(model_as)
+    profile = emulated_profile(emulate, target, gating, time_scale=time_scale, link=link)
+    costs = costs_for(
+        profile,
+        target,
+        gating,
+        trace_layers=n_layers,
+        trace_neurons=n_neurons,
+        predictor=predictor,
+        swap_neurons=swap_neurons,
+    )
+    return EmulatedDevice(costs), costs
+
+
+def device_for(
+    settings: Settings,
+    model_dir: str | Path,
+    name: str = "auto",
+    *,
+    emulate: HardwareProfile | str | Path | None = None,
+    time_scale: float | None = None,
+    link: LinkProfile | str | Path | None = None,
+    always_predict: bool = False,
+) -> EmulatedDevice:
+    """`build_device` for a model directory and settings; its costs are in `.costs`."""
+    shape = model_shape(model_dir)
+    predictor = predictor_of(settings)
+    if predictor == "none" and always_predict:
+        predictor = "lookahead"
+    device, _ = build_device(
+        name,
+        emulate=emulate,
+        time_scale=time_scale,
+        link=link,
+        shape=shape,
+        gating=settings.gating,
+        model_as=settings.model_as,
+        n_layers=shape.n_layers,
+        n_neurons=shape.n_neurons,
+        predictor=predictor,
+        swap_neurons=settings.swap_neurons,
+    )
+    return device
+
+
+def start(
+    model_dir: str | Path,
+    settings: Settings,
+    device: EmulatedDevice,
+    *,
+    prior: Trace | str | Path | None = None,
+    on_layer: Callable[[LayerStep], None] | None = None,
+    journal: Callable[[Event], None] | None = None,
+    kernels: KernelChoice = "numba",
+    always_predict: bool = False,
+) -> Runner:
+    """Load a model, put hybrid FFNs in, and compile what will be timed.
+
+    prior: instead of the one `settings` name. journal: told every call of the cache, see calllog.
+    always_predict: predict even if the policy never plans, so that a recorder sees what it says.
+    """
+    _require_built(settings)
+    shape = model_shape(model_dir)
+    learnt_from = load_prior(settings, prior)
+    if learnt_from is not None:
+        learnt_from.header.check_model(
+            model_sha256=model_sha256(model_dir),
+            n_layers=shape.n_layers,
+            n_neurons=shape.n_neurons,
+        )
+    cache = build_cache(
+        settings, shape.n_layers, shape.n_neurons, prior=learnt_from, shape=shape, journal=journal
+    )
+    host = _kernels(kernels)
+    model, config = load_dense(model_dir)
+    runner = attach(
+        model,
+        config,
+        lambda n_layers, n_neurons: cache,
+        device,
+        gating=settings.gating,
+        trigger=settings.trigger,
+        late=settings.late,
+        look_ahead=settings.predictor != "none",
+        always_predict=always_predict,
+        host_kernels=host,
+        device_kernels=torch_ref,
+        on_layer=on_layer,
+    )
+    warm_up(runner, host)
+    return runner
+
+
+def load(
+    model_dir: str | Path,
+    settings: Settings | None = None,
+    *,
+    device: str = "auto",
+    emulate: HardwareProfile | str | Path | None = None,
+    time_scale: float | None = None,
+    link: LinkProfile | str | Path | None = None,
+    prior: Trace | str | Path | None = None,
+    kernels: KernelChoice = "numba",
+) -> Runner:
+    """A model with hybrid FFNs under `settings` (the defaults: TAM, a quarter of the neurons).
+
+    The device is the Runner's `.device`; close it when done.
+    """
+    chosen = settings or Settings()
+    built = device_for(chosen, model_dir, device, emulate=emulate, time_scale=time_scale, link=link)
+    try:
+        return start(model_dir, chosen, built, prior=prior, kernels=kernels)
+    except BaseException:
+        built.close()
+        raise
+
+
+@torch.inference_mode()
+def warm_up(runner: Runner, kernels: Kernels) -> None:
+    """Compile the host's kernels in the forms this run calls them in; nothing is kept."""
+    bundle = runner.pipeline.bundles[0]
+    index = torch.from_numpy(np.arange(min(4, bundle.n_neurons), dtype=np.int32))
+    for n_tokens in (1, 2):
+        x = torch.zeros((n_tokens, bundle.d_model))
+        act = kernels.gate_all(x, bundle.gate_w, bundle.gate_b, bundle.threshold)
+        kernels.ffn_union(
+            x,
+            bundle.rows,
+            index,
+            gated=bundle.gated,
+            act=act[:, index],
+            up_b=None if bundle.up_b is None else bundle.up_b[index],
+            threshold=bundle.threshold,
+        )
+
+
+def set_threads(n: int | None) -> int:
+    """Set torch's threads where `n` is given; returns how many there are.
+
+    The host's and the link's lane have a thread each beside them: on a few cores give one to torch.
+    """
+    if n is not None:
+        if n < 1:
+            raise KairoxError(f"threads must be 1 or more, got {n}")
+        torch.set_num_threads(n)
+    return torch.get_num_threads()
+
+
+def _kernels(choice: KernelChoice) -> Kernels:
+    if choice == "torch":
+        return torch_ref
+    if choice == "numba":
+        from kairox_exec.kernels import numba_cpu
+
+        return numba_cpu
+    raise KairoxError(f"unknown kernels {choice!r}; allowed: numba, torch")
+
+
+def _require_built(settings: Settings) -> None:
+    """What a simulation can be asked for and the executor cannot do yet."""
+    if settings.gating not in ("oracle", "exact"):
+        raise KairoxError(
+            f"gating {settings.gating!r} cannot be run live yet, only simulated; allowed: exact, "
+            "oracle (--gating exact)"
+        )
+    plans = POLICIES[settings.policy].admits != "never"
+    if settings.predictor == "rank" and plans:
+        raise KairoxError(
+            "predictor 'rank' cannot be run live yet, only simulated; allowed: lookahead, none"
+        )
