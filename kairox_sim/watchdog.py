@@ -16,10 +16,11 @@ def run_to_end(
     SimPy's own `run` returns silently when every process left is waiting for another. The error
     names who waits for whom; `describe` says what an event is that is no request of a resource.
     """
-    while any(process.is_alive for process in processes.values()):
-        if env.peek() == inf:
-            raise RuntimeError(_stranded(env.now, processes, describe))
-        env.step()
+    for process in processes.values():
+        while not process.processed:  # not merely dead: a failure is raised when it is processed
+            if env.peek() == inf:
+                raise RuntimeError(_stranded(env.now, processes, describe))
+            env.step()
 
 
 def _stranded(
