@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from kairox_exec.oplog import Size
+from kairox_exec.oplog import NS, Size
 
 
 @dataclass(slots=True, eq=False)
@@ -116,14 +116,17 @@ class Link:
         (self._urgent if transfer.kind != "swap" else self._swaps).append(transfer)
 
     def advance(self, until_ns: int) -> None:
-        """Settle every transfer that has started by `until_ns` and whose real copy is made."""
-        while self._settle_next(until_ns, wait=False):
+        """Settle every transfer that has started by `until_ns` and whose real copy is made.
+
+        Where the caller is ahead of the real clock, copies get until their modelled end.
+        """
+        while self._settle_next(until_ns):
             pass
 
     def settle(self, transfer: Transfer) -> None:
         """Settle up to and including `transfer`, waiting for the real copies."""
         while not transfer.t1_ns:
-            if not self._settle_next(None, wait=True):
+            if not self._settle_next(None):
                 raise RuntimeError(f"{transfer.kind} of layer {transfer.layer} is not on the link")
 
     def drop_waiting(self) -> None:
@@ -131,7 +134,8 @@ class Link:
         self._urgent.clear()
         self._swaps.clear()
 
-    def _settle_next(self, until_ns: int | None, *, wait: bool) -> bool:
+    def _settle_next(self, until_ns: int | None) -> bool:
+        """Settle the transfer that starts next, if by `until_ns` (None: whenever, and wait)."""
         given = [waiting[0].given_ns for waiting in (self._urgent, self._swaps) if waiting]
         if not given:
             return False
@@ -141,16 +145,17 @@ class Link:
         urgent = bool(self._urgent) and self._urgent[0].given_ns <= start_ns
         waiting = self._urgent if urgent else self._swaps
         transfer = waiting[0]
+        modelled_ns = real_ns = start_ns + transfer.duration_ns
         job = transfer.job
-        if job is not None and not job.done.is_set():
-            if not wait:
-                return False
-            job.done.wait()
+        if job is not None:
+            if not job.done.is_set():
+                left_ns = None if until_ns is None else modelled_ns - time.monotonic_ns()
+                if not job.done.wait(None if left_ns is None else max(0, left_ns) / NS):
+                    return False
+            real_ns = job.t1_ns
+            if not self._paced:
+                start_ns = job.t0_ns
         waiting.popleft()
-        if job is not None and not self._paced:
-            start_ns = job.t0_ns
-        modelled_ns = start_ns + transfer.duration_ns
-        real_ns = modelled_ns if job is None else job.t1_ns
         transfer.t0_ns, transfer.t1_ns = start_ns, max(modelled_ns, real_ns)
         transfer.overrun = self._paced and real_ns > modelled_ns
         self._free_ns = transfer.t1_ns
