@@ -7,7 +7,7 @@ knows nothing but sets and checks every event against them.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import cycle
 
 import numpy as np
@@ -256,3 +256,63 @@ def _poll(cache: NeuronCache, luck: Iterator[int], *, everything: bool) -> None:
             cache.check()
     cache.commit(landed[::-1] if next(luck) % 3 == 0 else landed)
     cache.check()
+
+
+def reactive(
+    name: str, sets: list[list[int]], n: int, slots: int, controller=None, **given
+) -> Shadow:
+    """One layer, trigger = after, every copy landed by the next lookup."""
+    run = Run(n, [slots], [[LayerStep(s, s, s)] for s in sets], "after", "active", **given)
+    cache = run.cache(name, controller)
+    cache.journal = shadow = Shadow(cache, None)
+    drive(cache, run)
+    shadow.agree()
+    return shadow
+
+
+def on_time(shadow: Shadow) -> list[list[int]]:
+    return [e.split.on_time.tolist() for e in shadow.events if isinstance(e, LookedUp)]
+
+
+def moves(shadow: Shadow) -> list[tuple[list[int], list[int]]]:
+    """(promoted in issue order, evicted) per plan."""
+    return [
+        ([int(i) for swap in e.swaps for i in swap.promote], e.evicted.tolist())
+        for e in shadow.events
+        if isinstance(e, Planned)
+    ]
+
+
+def skewed(n: int, length: int, seed: int) -> list[int]:
+    """Ids of which a few come often, and which ones drifts."""
+    rng = np.random.default_rng(seed)
+    drift = np.arange(length) // 200
+    return ((rng.zipf(1.3, length) + 5 * drift) % n).tolist()
+
+
+def skewed_sets(n: int, length: int, seed: int) -> list[list[int]]:
+    rng = np.random.default_rng(seed)
+    weight = 1 / (1 + np.arange(n))
+    sets = []
+    for at in range(length):
+        size = rng.integers(0, 8)
+        p = np.roll(weight, at // 40)
+        sets.append(rng.choice(n, size, p=p / p.sum()).tolist())  # repeats, unsorted
+    return sets
+
+
+def busy(trigger: Trigger, observes: Observes, **changed: object) -> Run:
+    """A run in which everything happens: 60 steps whose sets persist and drift."""
+    rng = np.random.default_rng(3)
+    steps, weight = [], rng.random((3, 24))
+    for _ in range(60):
+        weight = 0.8 * weight + 0.2 * rng.random((3, 24))
+        step = []
+        for layer in range(3):
+            top = np.argsort(-weight[layer])[:8].tolist()
+            guess = top[:6] + rng.integers(0, 24, 2).tolist()
+            step.append(LayerStep(top, guess, top))
+        steps.append(step)
+    luck = rng.integers(0, 24, 97).tolist()
+    run = Run(24, [9, 7, 0], steps, trigger, observes, luck, threshold_scale=0.25)
+    return replace(run, **changed)
