@@ -27,9 +27,10 @@ def best(
 ) -> tuple[Settings, dict[str, Any]]:
     """The fastest settings that fit, and their row of the table.
 
-    hardware: as asked in the sweep, or with its link ("pc1+pcie3"). link: None where the table has
-    only one bus for it. vram_bytes: device memory to fit in, the margin included, instead of the
-    profile's. The bounds are no choice. Several seeds of one setting count as their mean.
+    hardware: as asked in the sweep, or the profile's name, also with its link ("pc1+pcie3").
+    link: None where the table has only one bus for it. vram_bytes: device memory to fit in, the
+    margin included, instead of the profile's. The bounds are no choice. Several seeds of one
+    setting count as their mean.
     """
     rows = read_table(table) if not isinstance(table, pd.DataFrame) else table
     rows = _on_machine(rows, hardware, link)
@@ -63,7 +64,9 @@ def best(
 
 
 def _on_machine(rows: pd.DataFrame, hardware: str, link: str | None) -> pd.DataFrame:
-    ours = rows[(rows["hardware"] == hardware) | (rows["machine"] == hardware)]
+    machine = rows["machine"]
+    named = (rows["hardware"] == hardware) | (machine == hardware)
+    ours = rows[named | machine.str.startswith(f"{hardware}+")]
     if ours.empty:
         known = ", ".join(sorted(set(rows["hardware"])))
         raise KairoxError(f"the table has no hardware {hardware!r}; it has {known}")

@@ -2,8 +2,8 @@
 
 The file is TOML; paths in it are relative to the folder the command runs in:
 
-    trace = "eval.kxtrace"
-    prior = "prior.kxtrace"              # where something learns from it
+    trace = "eval.arrow"
+    prior = "prior.arrow"              # where something learns from it
     seeds = [0, 1]                       # an axis; where predictions are drawn
     [base]                               # any field or parameter of Settings, hardware, link
     gating = "exact"

@@ -221,7 +221,8 @@ def test_the_same_bytes_for_any_worker_count_and_hash_seed(
         done = subprocess.run(
             [sys.executable, "-m", "kairox_sim.cli", "sweep", str(file), "-o", str(out),
              "--workers", workers, "--json"],
-            env={**os.environ, "PYTHONHASHSEED": hash_seed}, cwd=ROOT,
+            env={**os.environ, "PYTHONHASHSEED": hash_seed, "PATH": ""},  # no git: it may move
+            cwd=ROOT,
             capture_output=True, text=True, check=False,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
@@ -303,6 +304,8 @@ def test_best_asks_which_machine() -> None:
     assert chosen(table, link="pcie3") == ("tam", 1)
     assert chosen(table, link="own") == ("tam", 2)
     assert chosen(table, "pc1+pcie3") == ("tam", 1)
+    by_path = table.assign(hardware="out/pc1.toml")
+    assert chosen(by_path, "pc1", link="pcie3") == ("tam", 1)  # by the profile's own name
     with pytest.raises(KairoxError, match="choose one with --link: own, pcie3"):
         best(table, "pc1")
     with pytest.raises(KairoxError, match="no link 'pcie5'"):

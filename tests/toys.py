@@ -32,15 +32,20 @@ def of_chunks(
     *,
     n_layers: int = 1,
     n_prefill: int = 0,
+    tokens: Sequence[int] | None = None,
     **other: object,
 ) -> Trace:
-    """chunks[step][layer][token] is a set of ids; the first `n_prefill` steps are prefill."""
+    """chunks[step][layer][token] is a set of ids; the first `n_prefill` steps are prefill.
+
+    tokens: the token of each step; by default no two are the same.
+    """
     rows: list[tuple[int, int, int, int]] = []  # step, token, layer, phase
     bits: list[np.ndarray] = []
     for step, layers in enumerate(chunks):
-        for layer, tokens in enumerate(layers):
-            for token, ids in enumerate(tokens):
-                rows.append((step, 7 * step + token, layer, int(step >= n_prefill)))
+        for layer, sets in enumerate(layers):
+            for token, ids in enumerate(sets):
+                said = 100 * step + token if tokens is None else tokens[step]
+                rows.append((step, said, layer, int(step >= n_prefill)))
                 mask = np.zeros(n_neurons, bool)
                 mask[list(ids)] = True
                 bits.append(mask)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from kairox_sim.commands.options import Json, Link, print_json
+from kairox_sim.commands.options import Json, Link, print_json, print_warnings
 from kairox_sim.errors import KairoxError
 
 
@@ -38,6 +38,7 @@ def best(
     vram_bytes = None if vram is None else parse_bytes(vram)
     settings, row = choose(table, hardware, link=link, vram_bytes=vram_bytes, slots_max=slots_max)
     settings.dump(out)
+    print_warnings([row["warnings"]] if row["warnings"] else [])
     if as_json:
         print_json({"settings_file": str(out), "row": row})
         return

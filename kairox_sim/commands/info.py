@@ -23,7 +23,7 @@ def info(
 ) -> None:
     """Show a trace: model, sequences, density, overlap, reuse, skew; warn when it is a loop.
 
-    Example: kairox info traces/tiny.kxtrace
+    Example: kairox info eval.arrow
     """
     from kairox_sim.trace import read_trace
     from kairox_sim.trace_stats import trace_stats

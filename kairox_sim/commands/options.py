@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import sys
 from collections.abc import Iterator, Sequence
@@ -135,10 +134,15 @@ def progress() -> Iterator[Progress]:
 EXEC_EXTRA = ("torch", "transformers", "safetensors", "tokenizers", "numba", "llvmlite")
 
 
-def import_exec(module: str) -> Any:
-    """A module of kairox_exec; says which extra to install where a package is missing."""
+@contextmanager
+def exec_extra() -> Iterator[None]:
+    """Around the imports of a command that runs a model: says which extra is missing.
+
+    with exec_extra():
+        from kairox_exec.recorder import record
+    """
     try:
-        return importlib.import_module(module)
+        yield
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
         if package not in EXEC_EXTRA:

@@ -1,0 +1,298 @@
+"""The program: one message and exit code 2 for bad input, JSON that adds up, help with examples."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+from toys import of_chunks, random_trace
+
+from kairox_sim.cli import COMMANDS, main
+from kairox_sim.commands.options import exec_extra
+from kairox_sim.errors import KairoxError
+from kairox_sim.metrics import METRICS, STEP_COLUMNS
+from kairox_sim.settings import Settings
+from kairox_sim.trace import write_trace
+
+Capture = pytest.CaptureFixture[str]
+AS = ("--as", "prosparse-7b", "--slots", "24", "--set", "prediction=perfect")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With a trace, a prior, and files that are not what they seem."""
+    path = tmp_path_factory.mktemp("cli")
+    write_trace(random_trace(n_decode=12), path / "eval.arrow")
+    write_trace(random_trace(seed=1, source="b"), path / "prior.arrow")
+    write_trace(random_trace(n_layers=3, source="b"), path / "other.arrow")
+    write_trace(random_trace(model="tiny-reglu"), path / "liar.arrow")
+    write_trace(of_chunks([], 64, n_layers=2), path / "empty.arrow")
+    (path / "foreign.arrow").write_bytes(b"not a trace at all" * 9)
+    pd.DataFrame({"a": [1]}).to_parquet(path / "foreign.parquet")
+    pd.DataFrame({"a": [1]}).to_feather(path / "table.arrow")
+    whole = bytearray((path / "eval.arrow").read_bytes())
+    whole[len(whole) // 2] ^= 0xFF
+    (path / "damaged.arrow").write_bytes(bytes(whole))
+    (path / "typo.toml").write_text('contoller = "anb"\n', encoding="utf-8")
+    (path / "sweep.toml").write_text(
+        f'trace = "{(path / "eval.arrow").as_posix()}"\n'
+        "[base]\nmodel_as = 'prosparse-7b'\nprediction = 'perfect'\n"
+        "[grid]\nslots = [8, 24]\nlink = ['pcie3', 'own']\npolicy = ['tam', 'lru']\n"
+        "[[cells]]\npolicy = 'lru'\ncontroller = 'anb'\n",
+        encoding="utf-8",
+    )
+    return path
+
+
+def kairox(*arguments: object, code: int = 0) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([str(a) for a in arguments])
+    assert (ended.value.code or 0) == code
+
+
+# -- bad input ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("simulate", "missing.arrow", *AS), "missing.arrow"),
+        (("simulate", "foreign.arrow", *AS), "foreign.arrow"),
+        (("simulate", "table.arrow", *AS), "table.arrow"),
+        (("simulate", "damaged.arrow", *AS), "damaged.arrow"),
+        (("info", "foreign.arrow"), "foreign.arrow"),
+        (("info", "damaged.arrow"), "damaged.arrow"),
+        (("simulate", "eval.arrow"), "whose costs are not known"),
+        (("simulate", "liar.arrow"), "with n_layers 2, and that model has 6"),
+        (("simulate", "eval.arrow", *AS, "--slots", "1,2,3"), "3 numbers"),
+        (("simulate", "eval.arrow", *AS, "--slots", "lots"), "allowed: a number of slots"),
+        (("simulate", "eval.arrow", *AS, "--slots", "64"), "does not fit on pc1: attention"),
+        (("simulate", "eval.arrow", *AS, "--set", "btea=0.8"), "did you mean 'beta'?"),
+        (("simulate", "eval.arrow", *AS, "--set", "beta"), "--set takes key=value"),
+        (("simulate", "eval.arrow", *AS, "--set", "beta=2"), "beta must be in [0, 1)"),
+        (("simulate", "eval.arrow", *AS, "--policy", "lur"), "did you mean 'lru'?"),
+        (("simulate", "eval.arrow", *AS, "--settings", "typo.toml"), "did you mean 'controller'?"),
+        (("simulate", "eval.arrow", *AS, "--hardware", "pc9"), "no hardware profile 'pc9'"),
+        (("simulate", "eval.arrow", *AS, "--link", "pcie9"), "no link profile 'pcie9'"),
+        (("simulate", "eval.arrow", *AS, "--as", "gpt"), "unknown model 'gpt'"),
+        (
+            ("simulate", "eval.arrow", *AS, "--policy", "lru", "--controller", "anb"),
+            "nothing in common",
+        ),
+        (("simulate", "eval.arrow", *AS, "--policy", "static"), "needs a prior"),
+        (
+            ("simulate", "eval.arrow", *AS, "--policy", "static", "--prior", "eval.arrow"),
+            "overlaps the tokens",
+        ),
+        (
+            ("simulate", "eval.arrow", *AS, "--policy", "static", "--prior", "other.arrow"),
+            "both must be of the same model",
+        ),
+        (
+            ("simulate", "eval.arrow", *AS, "--policy", "static", "--prior", "none.arrow"),
+            "none.arrow",
+        ),
+        (("sweep", "missing.toml", "-o", "r.parquet"), "cannot read the sweep file"),
+        (("sweep", "typo.toml", "-o", "r.parquet"), "unknown key 'contoller'"),
+        (("sweep", "sweep.toml", "-o", "r.parquet", "--trace", "none.arrow"), "none.arrow"),
+        (("best", "foreign.parquet", "--hardware", "pc1", "-o", "b.toml"), "not a sweep's table"),
+        (("best", "none.parquet", "--hardware", "pc1", "-o", "b.toml"), "none.parquet"),
+    ],
+)
+def test_bad_input_is_one_message_and_exit_code_2(
+    folder: Path,
+    arguments: tuple[str, ...],
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: Capture,
+) -> None:
+    monkeypatch.chdir(folder)
+    kairox(*arguments, code=2)
+    captured = capsys.readouterr()
+    assert captured.err.startswith("kairox: ")
+    assert said in captured.err
+    assert captured.err.count("\n") == 1
+    assert "Traceback" not in captured.err
+    assert captured.out == ""
+
+
+def test_wrong_options_exit_with_2_too(capsys: Capture) -> None:
+    kairox("simulate", "--polcy", "tam", code=2)
+    assert "--policy" in capsys.readouterr().err
+
+
+def test_a_missing_extra_says_which(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with (
+        pytest.raises(KairoxError, match=r'needs torch: pip install "kairox\[exec\]"'),
+        exec_extra(),
+    ):
+        importlib.import_module("torch")
+    with pytest.raises(ModuleNotFoundError), exec_extra():  # a bug of ours is no missing extra
+        importlib.import_module("kairox_sim.nowhere")
+
+
+# -- what is printed ----------------------------------------------------------------------------
+
+
+def simulated(capsys: Capture, *arguments: object) -> dict[str, Any]:
+    kairox("simulate", *arguments, "--json")
+    return json.loads(capsys.readouterr().out)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("policy", ["tam", "lru", "static", "none"])
+def test_json_of_simulate_adds_up(folder: Path, policy: str, capsys: Capture) -> None:
+    prior = ("--prior", folder / "prior.arrow")
+    content = simulated(capsys, folder / "eval.arrow", *AS, *prior, "--policy", policy)
+    assert list(content) == [
+        "labels", "summary", "totals", "warnings", "settings", "provenance",
+    ]  # fmt: skip
+    assert list(content["summary"]) == list(METRICS)
+    totals = content["totals"]
+    assert totals["evaluated"] == totals["hit_on_time"] + totals["residual"] > 0
+    assert totals["loads"] == (
+        totals["used"] + totals["wasted"] + totals["cancelled"] + totals["unused_yet"]
+    )
+    assert (totals["loads"] > 0) == (policy in ("tam", "lru"))
+    assert content["summary"]["hit_on_time"] + content["summary"]["residual_share"] == 1
+    if policy == "none":
+        assert content["summary"]["wasted_share"] is None  # 0/0 is unknown, not 0
+    assert Settings.of(content["settings"]).policy == policy
+
+
+def test_late_loads_are_counted(folder: Path, capsys: Capture) -> None:
+    late = simulated(capsys, folder / "eval.arrow", *AS, "--policy", "lru", "--link", "pcie3",
+                     "--set", "trigger=attn_out", "--slots", "16")  # fmt: skip
+    assert late["totals"]["late"] > 0
+    assert late["summary"]["late_share"] > 0
+
+
+def test_options_and_settings_files_mean_the_same(folder: Path, capsys: Capture) -> None:
+    file = folder / "anb.toml"
+    Settings(controller="anb", policy_params={"beta": 0.8}, slots=24).dump(file)
+    options = ("--controller", "anb", "--set", "beta=0.8")
+    one = simulated(capsys, folder / "eval.arrow", *AS, *options)
+    two = simulated(capsys, folder / "eval.arrow", *AS, "--settings", file)
+    assert one == two
+    assert one["settings"]["policy_params"] == {"beta": 0.8}
+    over = simulated(capsys, folder / "eval.arrow", *AS, "--settings", file, "--policy", "tam",
+                     "--slots", "8")  # fmt: skip
+    assert (over["settings"]["slots"], over["settings"]["controller"]) == (8, "anb")
+
+
+def test_an_empty_trace_is_an_empty_report_and_exit_code_0(folder: Path, capsys: Capture) -> None:
+    content = simulated(capsys, folder / "empty.arrow", *AS)
+    assert content["summary"]["tok_s"] is None
+    assert content["summary"]["n_decode"] == 0
+    assert "no decode steps" in content["warnings"][0]
+    kairox("info", folder / "empty.arrow", "--json")
+    assert json.loads(capsys.readouterr().out)["stats"]["n_tokens"] == 0
+
+
+def test_tables_for_people(folder: Path, capsys: Capture) -> None:
+    kairox("simulate", folder / "eval.arrow", *AS, "--policy", "lru", "--slots", "2")
+    captured = capsys.readouterr()
+    assert "tok_s" in captured.out
+    assert "tokens/s" in captured.out
+    assert "warning: no policy headroom" in captured.err
+    kairox("info", folder / "eval.arrow")
+    assert "density" in capsys.readouterr().out
+
+
+def test_info_warns_of_a_loop(folder: Path, capsys: Capture) -> None:
+    kairox("info", folder / "eval.arrow", "--json")
+    content = json.loads(capsys.readouterr().out)
+    assert content["header"]["model"] == "toy"
+    assert content["stats"]["n_layers"] == 2
+    assert content["warnings"] == []
+    loop = of_chunks([[[[1]]] for _ in range(30)], 64, tokens=[3, 4] * 15)
+    write_trace(loop, folder / "loop.arrow")
+    kairox("info", folder / "loop.arrow")
+    assert "the trace is a loop: 100% of its tokens" in capsys.readouterr().err
+
+
+def test_steps_and_slices_go_to_disk(folder: Path, capsys: Capture) -> None:
+    steps, slices = folder / "steps.parquet", folder / "slices.parquet"
+    simulated(capsys, folder / "eval.arrow", *AS, "--steps", steps, "--slices", slices)
+    assert list(pd.read_parquet(steps).columns) == list(STEP_COLUMNS)
+    assert set(pd.read_parquet(slices)["lane"]) >= {"gpu", "cpu", "h2d"}
+
+
+def test_sweep_then_best(folder: Path, capsys: Capture) -> None:
+    table, chosen = folder / "r.parquet", folder / "best.toml"
+    kairox("sweep", folder / "sweep.toml", "-o", table, "--workers", 1)
+    said = capsys.readouterr().err
+    assert "9 cells, 8 ok, 1 refused, 0 failed" in said
+    assert "nothing in common" in said
+    kairox("best", table, "--hardware", "pc1", "-o", chosen, code=2)
+    assert "choose one with --link: own, pcie3" in capsys.readouterr().err
+    kairox("best", table, "--hardware", "pc1", "--link", "pcie3", "-o", chosen, "--json")
+    row = json.loads(capsys.readouterr().out)["row"]
+    assert row["tok_s"] == pytest.approx(
+        simulated(capsys, folder / "eval.arrow", "--settings", chosen, "--link", "pcie3")[
+            "summary"
+        ]["tok_s"]
+    )
+    kairox("best", table, "--hardware", "pc1", "--link", "own", "--slots-max", 8, "-o", chosen)
+    assert tomllib.loads(chosen.read_text(encoding="utf-8"))["slots"] == 8
+    # 24 of 64 neurons take 10.9 GB with the margin: within 11 GB, and not within 10.5 GB
+    for vram, slots in (("11GB", 24), ("10GB", 8), ("10GiB", 8)):
+        kairox("best", table, "--hardware", "pc1", "--link", "own", "--vram", vram, "-o", chosen)
+        assert tomllib.loads(chosen.read_text(encoding="utf-8"))["slots"] == slots, vram
+    capsys.readouterr()
+    kairox("best", table, "--hardware", "pc1", "--link", "own", "--vram", "12", "-o", chosen,
+           code=2)  # fmt: skip
+    assert "12GB (1e9) or 12GiB (2**30)" in capsys.readouterr().err
+
+
+# -- the program itself -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda c: c.__name__)
+def test_every_command_has_an_example_and_json(command: Any, capsys: Capture) -> None:
+    assert f"Example: kairox {command.__name__} " in " ".join(command.__doc__.split())
+    kairox(command.__name__, "--help")
+    assert "--json" in capsys.readouterr().out
+
+
+def test_the_same_json_whatever_the_hash_seed(folder: Path) -> None:
+    outputs = []
+    for seed in ("0", "1"):
+        done = subprocess.run(
+            [sys.executable, "-m", "kairox_sim.cli", "simulate", str(folder / "eval.arrow"), *AS,
+             "--controller", "anb", "--json"],
+            env={**os.environ, "PYTHONHASHSEED": seed, "PATH": ""},  # no git: its commit may move
+            capture_output=True, check=True,
+        )  # fmt: skip
+        outputs.append(done.stdout)
+    assert outputs[0] == outputs[1]
+    assert json.loads(outputs[0])["summary"]["tok_s"] > 0
+
+
+def test_help_loads_nothing_heavy() -> None:
+    code = (
+        "import sys, kairox_sim, kairox_sim.cli; "
+        "heavy = {'torch', 'simpy', 'pandas', 'matplotlib', 'pyarrow', 'joblib'}; "
+        "sys.exit(', '.join(heavy & set(sys.modules)) or 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_public_names_exist() -> None:
+    import kairox_sim
+
+    for name in kairox_sim.__all__:
+        assert getattr(kairox_sim, name) is not None
+    assert callable(kairox_sim.simulate)
+    assert callable(kairox_sim.sweep)
+    with pytest.raises(AttributeError, match="no attribute 'simulator'"):
+        kairox_sim.simulator  # noqa: B018
