@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import nan
+from typing import ClassVar
 
 import numpy as np
 
@@ -29,8 +30,9 @@ EXACT = (
 class ReplayedKnobs:
     """A controller that returns what a live run's controller returned, step by step."""
 
+    sets: ClassVar[frozenset[str]] = frozenset()
+
     def __init__(self, original: NeuronCache, events: Sequence[Event]) -> None:
-        self.sets = original.controller.sets
         self.knobs = original.controller.knobs
         self._next = iter([event.knobs for event in events if isinstance(event, StepEnded)])
 
