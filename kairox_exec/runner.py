@@ -19,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from kairox_exec.compiled import uncompiled
 from kairox_exec.device import Device
 from kairox_exec.families import family_of, load_dense, threshold_of
 from kairox_exec.ffn import Kernels, LayerStep, LivePipeline, StepInfo
@@ -92,7 +93,7 @@ def attach(
     device_kernels: Kernels = torch_ref,
     on_layer: Callable[[LayerStep], None] | None = None,
 ) -> Runner:
-    """Replace the FFNs of a dense transformers model in place.
+    """Replace the FFNs of a dense transformers model in place. A compiled one runs uncompiled.
 
     trigger, late: the policy's own by default; the cache must have been built for the same trigger.
     look_ahead: use the training-free predictor where the trigger predicts. always_predict: run it
@@ -101,6 +102,7 @@ def attach(
     """
     if gating not in ("oracle", "exact"):
         raise KairoxError(f"gating {gating!r} is not built yet; allowed: oracle, exact")
+    model = uncompiled(model)
     family = family_of(config)
     bundles = bundle_model(model, family, gating=gating, threshold=threshold_of(config))
     gates = gates_of(model, family, bundles)
