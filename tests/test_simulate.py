@@ -60,6 +60,16 @@ def test_every_trigger_keeps_the_identities(trigger: str, late: str) -> None:
     assert result.totals["used"] > 0
 
 
+def test_stalling_waits_for_what_would_be_late() -> None:
+    choices = {"policy": "lru", "trigger": "attn_out", "link": "pcie3", "slots": 16}
+    residual, stalled = (run(late=late, **choices).summary for late in ("cpu", "stall"))
+    assert residual["late_share"] > 0
+    assert residual["wait_io_s"] == 0
+    assert stalled["late_share"] == 0
+    assert stalled["wait_io_s"] > 0
+    assert stalled["hit_on_time"] > residual["hit_on_time"]
+
+
 def test_none_is_slowest_and_all_is_fastest() -> None:
     speed = {p: run(policy=p, prior=PRIOR).summary["tok_s"] for p in ("none", "static", "all")}
     assert speed["none"] < speed["static"] < speed["all"]
