@@ -61,6 +61,7 @@ BY_HAND = {
     "wasted_share": 3 / 8,
     "h2d_bytes_per_token": 300,
     "gpu_s": 0.004,
+    "predict_s": 0.0005,
     "wait_cpu_s": 0.003,
     "wait_io_s": 0.001,
     "wait_decide_s": 0.0005,
