@@ -18,6 +18,7 @@ import json
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
+from itertools import accumulate
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -126,7 +127,7 @@ class CallLogWriter:
     """
 
     def __init__(
-        self, path: str | Path, header: Mapping[str, Any], *, events_per_batch: int = 1024
+        self, path: str | Path, header: Mapping[str, Any], *, events_per_batch: int = 256
     ) -> None:
         missing = [name for name in REQUIRED if name not in header]
         if missing:
@@ -266,9 +267,9 @@ def _row_of(event: Event) -> Row:
                 "swap_id": [swap.id for swap in swaps],
                 "promote": _joined([swap.promote for swap in swaps]),
                 "slots": _joined([swap.slots for swap in swaps]),
-                "promote_end": np.cumsum([swap.promote.size for swap in swaps]),
+                "promote_end": list(accumulate(swap.promote.size for swap in swaps)),
                 "evict": _joined([swap.evict for swap in swaps]),
-                "evict_end": np.cumsum([swap.evict.size for swap in swaps]),
+                "evict_end": list(accumulate(swap.evict.size for swap in swaps)),
                 "evicted": evicted.copy(),
             }
         case Committed(swap_ids):

@@ -1,0 +1,438 @@
+"""The call log says what was called, in order; replaying it repeats every decision bit for bit."""
+
+import json
+from dataclasses import astuple, replace
+from math import isnan
+from typing import get_args
+
+import duckdb
+import numpy as np
+import polars
+import pyarrow as pa
+import pyarrow.ipc as ipc
+import pytest
+from driving import LayerStep, Run, busy, drive
+
+from kairox_sim.calllog import CallLogWriter, call_log_header, read_call_log, rebuild, replay
+from kairox_sim.controllers import Anb, Fixed, Knobs
+from kairox_sim.errors import KairoxError
+from kairox_sim.events import Cancelled, Committed, LookedUp, Planned, Split, StepEnded
+from kairox_sim.policies import POLICIES, Lru, Tam
+from kairox_sim.policies.base import Trigger
+from kairox_sim.record import StepRecord
+
+MOVING = [name for name, policy in POLICIES.items() if policy.admits != "never"]
+HEADER = {"n_layers": 1, "n_neurons": 8, "slots": 4, "settings": {"policy": "lru"}}
+
+
+def chunked(run: Run) -> Run:
+    """The same run, its first three steps prefill chunks with shares."""
+    for step in run.steps[:3]:
+        for at, layer in enumerate(step):
+            ids = sorted(set(layer.predicted))
+            step[at] = LayerStep(sorted(layer.evaluated), ids, sorted(layer.active), shares=True)
+    return run
+
+
+def logged(tmp_path, name: str, run: Run, controller=None, **given):
+    """(path of the log of a run, events as the cache told them)."""
+    cache = run.cache(name, controller)
+    path = tmp_path / "calls.arrow"
+    told = []
+    with CallLogWriter(path, call_log_header(cache, {"policy": name}), **given) as writer:
+
+        def tell(event) -> None:
+            told.append(event)
+            writer.write(event)
+
+        cache.journal = tell
+        drive(cache, run)
+        for swap_id in list(cache.in_flight)[:1]:
+            cache.cancel(swap_id)
+    return path, told
+
+
+def plain(value):
+    """Events as nested tuples, nan as text, so that == compares them."""
+    if isinstance(value, np.ndarray):
+        return (str(value.dtype), value.tolist())
+    if isinstance(value, float) and isnan(value):
+        return "nan"
+    if isinstance(value, list | tuple):
+        return tuple(plain(v) for v in value)
+    if hasattr(value, "__dataclass_fields__"):
+        return (type(value).__name__, *(plain(getattr(value, n)) for n in type(value).__slots__))
+    return value
+
+
+@pytest.mark.parametrize("per_batch", [50, 10_000])
+def test_what_is_read_is_what_was_told(tmp_path, per_batch: int) -> None:
+    path, told = logged(
+        tmp_path, "tam", chunked(busy("attn_out", "predicted")), Anb(), events_per_batch=per_batch
+    )
+    header, events = read_call_log(path)
+    assert plain(events) == plain(told)
+    assert header["settings"] == {"policy": "tam"}
+    assert header["format_version"] == 1
+    kinds = {type(event) for event in events}
+    assert kinds == {Planned, Committed, LookedUp, Cancelled, StepEnded}
+    assert any(e.share is not None for e in events if isinstance(e, Planned))
+    assert any(len(e.swaps) > 1 for e in events if isinstance(e, Planned))
+    assert any(e.share is None for e in events if isinstance(e, LookedUp))
+
+
+@pytest.mark.parametrize("name", MOVING)
+@pytest.mark.parametrize("trigger", get_args(Trigger))
+def test_g1_a_replayed_log_repeats_every_decision(tmp_path, name: str, trigger: Trigger) -> None:
+    scale = "threshold_scale" in POLICIES[name].knobs
+    run = chunked(busy(trigger, "predicted", pinned=[[23], [], []], warm=[[3, 0], [2], []]))
+    path, _ = logged(tmp_path, name, run, Anb(initial=0.5) if scale else Fixed())
+    header, events = read_call_log(path)
+    fresh = rebuild(header, POLICIES[name](3, 24), Anb(initial=0.5) if scale else Fixed())
+    result = replay(events, fresh)
+    assert result.differences == []
+    assert result.steps == 60
+    assert result.plans == sum(isinstance(e, Planned) for e in events)
+    assert result.lookups == 180
+    assert result.swaps == result.landed + result.cancelled + len(fresh.in_flight)
+    counted = [result.swaps, result.loads, result.evictions, result.landed]
+    counted += [result.hit_resident, result.hits, result.residuals]
+    assert min(counted) > 0, counted
+    if trigger != "instant":
+        assert result.cancelled > 0
+    if trigger not in ("instant", "after"):
+        assert result.late > 0
+    if scale:
+        scales = {e.knobs.threshold_scale for e in events if isinstance(e, StepEnded)}
+        assert len(scales) > 5
+    fresh.check()
+
+
+# -- replay bites ---------------------------------------------------------------------------------
+
+
+def small_log() -> list:
+    """LRU, serial, 2 slots: events 0 plan, 1 commit, 2 lookup, 3 plan, 4 cancel, 5 end_step."""
+    run = Run(8, [2], [], "serial", "predicted")
+    cache = run.cache(Lru(1, 8), Fixed())
+    events: list = []
+    cache.journal = events.append
+    cache.plan(0, [1, 2])
+    cache.commit([0])
+    cache.lookup(0, [1, 2, 3], [1])
+    cache.plan(0, [3])
+    cache.cancel(1)
+    cache.end_step(StepRecord.with_unknown(step=7))
+    return events
+
+
+def fresh() -> object:
+    return Run(8, [2], [], "serial", "predicted").cache(Lru(1, 8), Fixed())
+
+
+def ids(*values: int) -> np.ndarray:
+    return np.array(values, np.int32)
+
+
+def changed_swap(events: list, at: int, **changed: object) -> list:
+    plan = events[at]
+    return replaced(events, at, replace(plan, swaps=(replace(plan.swaps[0], **changed),)))
+
+
+def changed_split(events: list, **changed: object) -> list:
+    split = replace(events[2].split, **changed)
+    return replaced(events, 2, replace(events[2], split=split))
+
+
+def replaced(events: list, at: int, event: object) -> list:
+    return [*events[:at], event, *events[at + 1 :]]
+
+
+@pytest.mark.parametrize(
+    ("change", "call", "what"),
+    [
+        (lambda e: changed_swap(e, 0, id=5), 0, "plan of layer 0: swaps[0].id"),
+        (lambda e: changed_swap(e, 0, layer=1), 0, "plan of layer 0: swaps[0].layer"),
+        (lambda e: changed_swap(e, 0, promote=ids(2, 1)), 0, "plan of layer 0: swaps[0].promote"),
+        (lambda e: changed_swap(e, 0, slots=ids(1, 0)), 0, "plan of layer 0: swaps[0].slots"),
+        (lambda e: changed_swap(e, 3, evict=ids(2)), 3, "plan of layer 0: swaps[0].evict"),
+        (lambda e: replaced(e, 3, replace(e[3], evicted=ids(2))), 3, "plan of layer 0: evicted"),
+        (lambda e: changed_split(e, hit_resident=1), 2, "lookup of layer 0: hit_resident"),
+        (lambda e: changed_split(e, on_time=ids(1)), 2, "lookup of layer 0: on_time"),
+        (lambda e: changed_split(e, residual=ids()), 2, "lookup of layer 0: residual"),
+        (lambda e: changed_split(e, late=ids(3)), 2, "lookup of layer 0: late"),
+        (
+            lambda e: replaced(e, 5, replace(e[5], knobs=Knobs(threshold_scale=1 + 2**-52))),
+            5,
+            "end_step of step 7: threshold_scale",
+        ),
+        (
+            lambda e: replaced(e, 5, replace(e[5], knobs=Knobs(max_swaps=0))),
+            5,
+            "end_step of step 7: max_swaps",
+        ),
+        (
+            lambda e: replaced(e, 5, replace(e[5], knobs=Knobs(decay=0.9))),
+            5,
+            "end_step of step 7: decay",
+        ),
+    ],
+)
+def test_one_changed_value_is_one_difference(change, call: int, what: str) -> None:
+    assert replay(small_log(), fresh()).differences == []
+    (difference,) = replay(change(small_log()), fresh()).differences
+    assert (difference.call, difference.what) == (call, what)
+    assert plain(difference.logged) != plain(difference.replayed)
+
+
+def test_a_swap_more_or_less_is_a_difference() -> None:
+    events = small_log()
+    gone = replaced(events, 0, replace(events[0], swaps=()))
+    found = {d.what: (d.logged, d.replayed) for d in replay(gone, fresh()).differences}
+    assert found["plan of layer 0: swaps[0].id"] == (None, 0)
+    assert len(found) == 5
+
+
+def test_a_call_the_cache_refuses_is_a_difference() -> None:
+    events = replaced(small_log(), 1, Committed((0, 0)))
+    (difference,) = replay(events, fresh()).differences
+    assert difference.what == "commit of swaps [0, 0]"
+    assert difference.logged == "accepted"
+    assert "not in flight" in difference.replayed
+
+
+def test_another_policy_differs() -> None:
+    run = busy("after", "active")
+    cache = run.cache("lru")
+    events: list = []
+    cache.journal = events.append
+    drive(cache, run)
+    assert replay(events, run.cache("lru")).differences == []
+    assert replay(events, run.cache("lfu")).differences != []
+
+
+def test_replay_leaves_the_journal_alone() -> None:
+    cache = fresh()
+    told: list = []
+    cache.journal = told.append
+    replay(small_log(), cache)
+    assert told == []
+    cache.commit([])
+    assert len(told) == 1
+
+
+def test_replay_refuses_a_cache_that_is_not_fresh_or_has_other_layers() -> None:
+    cache = fresh()
+    replay(small_log(), cache)
+    with pytest.raises(KairoxError, match="fresh cache"):
+        replay(small_log(), cache)
+    with pytest.raises(KairoxError, match="layers 0 to 3, the cache has 1"):
+        replay([*small_log(), Planned(3, ids(), None, (), ids())], fresh())
+
+
+# -- the file -------------------------------------------------------------------------------------
+
+
+def test_arrays_may_be_reused_after_the_call(tmp_path) -> None:
+    path = tmp_path / "calls.arrow"
+    reused, share = ids(1, 2), np.ones(2, np.float32)
+    with CallLogWriter(path, HEADER) as writer:
+        writer.write(Planned(0, reused, share, (), reused))
+        writer.write(LookedUp(0, reused, reused, share, Split(0, reused, reused, reused)))
+        reused[:], share[:] = 7, 0.5
+    _, (plan, lookup) = read_call_log(path)
+    assert plain(plan) == plain(Planned(0, ids(1, 2), np.ones(2, np.float32), (), ids(1, 2)))
+    assert lookup.evaluated.tolist() == lookup.active.tolist() == lookup.split.late.tolist()
+    assert lookup.split.on_time.tolist() == lookup.split.residual.tolist() == [1, 2]
+    assert lookup.share.tolist() == [1.0, 1.0]
+
+
+def test_numbers_of_numpy_are_numbers(tmp_path) -> None:
+    record = StepRecord.with_unknown(
+        step=np.int64(3), wall_s=np.float64(0.1), gpu_busy_s=np.float32(0.5), loads=np.int64(2)
+    )
+    with CallLogWriter(tmp_path / "c", HEADER) as writer:
+        writer.write(StepEnded(record, Knobs(np.float64(0.3), None, None)))
+        writer.write(Committed((np.int64(4),)))
+    _, (end, commit) = read_call_log(tmp_path / "c")
+    assert (end.record.step, end.record.wall_s, end.record.gpu_busy_s) == (3, 0.1, 0.5)
+    assert (end.record.loads, end.record.phase) == (2, "decode")
+    assert isnan(end.record.cpu_busy_s)
+    assert astuple(end.knobs) == (0.3, None, None)
+    assert commit.swap_ids == (4,)
+
+
+def test_the_header_rebuilds_the_cache(tmp_path) -> None:
+    run = busy("after", "active", pinned=[[23], [], []], warm=[[3, 0], [2], []])
+    cache = run.cache("lru")
+    header = json.loads(json.dumps(call_log_header(cache, {"seed": 1})))
+    again = rebuild(header, Lru(3, 24), Fixed())
+    assert (again.state == cache.state).all()
+    assert (again.slot_of == cache.slot_of).all()
+    assert again.capacity == cache.capacity == [9, 7, 0]
+    assert (again.swap_neurons, again.observes, again.plans_after) == (2, "active", True)
+    ahead = busy("serial", "predicted").cache("tam")
+    again = rebuild(call_log_header(ahead, {}), Tam(3, 24), Fixed())
+    assert (again.observes, again.plans_after) == ("predicted", False)
+
+
+def test_an_empty_log(tmp_path) -> None:
+    CallLogWriter(tmp_path / "c", HEADER).close()
+    header, events = read_call_log(tmp_path / "c")
+    assert (header["n_neurons"], events) == (8, [])
+    result = replay(events, fresh())
+    assert (result.differences, result.plans, result.hits) == ([], 0, 0)
+
+
+def test_a_log_needs_its_header(tmp_path) -> None:
+    with pytest.raises(KairoxError, match=r"\['slots', 'settings'\] missing"):
+        CallLogWriter(tmp_path / "c", {"n_layers": 1, "n_neurons": 8})
+    with pytest.raises(KairoxError, match="events_per_batch must be 1 or more"):
+        CallLogWriter(tmp_path / "c", HEADER, events_per_batch=0)
+
+
+def test_a_closed_log_takes_no_more(tmp_path) -> None:
+    writer = CallLogWriter(tmp_path / "c", HEADER)
+    writer.close()
+    writer.close()
+    with pytest.raises(KairoxError, match="is closed"):
+        writer.write(Cancelled(0))
+
+
+def test_an_aborted_run_leaves_a_cut_log_with_all_its_calls(tmp_path) -> None:
+    path = tmp_path / "c"
+
+    def abort() -> None:
+        with CallLogWriter(path, HEADER) as writer:
+            for event in small_log():
+                writer.write(event)
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        abort()
+    with pytest.raises(KairoxError, match=r"was cut at byte offset \d+, after 6 whole calls"):
+        read_call_log(path)
+    _, events = read_call_log(path, allow_cut=True)
+    assert plain(events) == plain(small_log())
+
+
+def test_what_is_flushed_survives_a_killed_process(tmp_path) -> None:
+    writer = CallLogWriter(tmp_path / "c", HEADER, events_per_batch=4)
+    for event in small_log():
+        writer.write(event)
+    _, events = read_call_log(tmp_path / "c", allow_cut=True)  # nothing closed it
+    assert plain(events) == plain(small_log()[:4])
+    writer.close()
+    assert len(read_call_log(tmp_path / "c")[1]) == 6
+
+
+def test_a_log_cut_at_any_byte_is_refused_or_gives_whole_batches(tmp_path) -> None:
+    path = tmp_path / "c"
+    batches = [0, 2, 4, 6]
+    with CallLogWriter(path, HEADER, events_per_batch=2) as writer:
+        for event in small_log():
+            writer.write(event)
+    whole, told = path.read_bytes(), plain(small_log())
+    start = whole.index(b"kairox.batch")
+    met = set()
+    for cut in (*range(start, len(whole), 149), len(whole) - 8, len(whole) - 1):
+        path.write_bytes(whole[:cut])
+        with pytest.raises(KairoxError, match="was cut"):
+            read_call_log(path)
+        _, events = read_call_log(path, allow_cut=True)
+        assert plain(events) == told[: len(events)]
+        met.add(len(events))
+    assert met == set(batches)
+    path.write_bytes(whole[: len(whole) - 300] + bytes(300))  # a power cut leaves NULs
+    assert len(read_call_log(path, allow_cut=True)[1]) == 4
+    for cut in (0, 1, 8, 100):
+        path.write_bytes(whole[:cut])
+        with pytest.raises(KairoxError, match="is not a call log"):
+            read_call_log(path, allow_cut=True)
+
+
+def test_damage_is_never_read(tmp_path) -> None:
+    """One bit flipped anywhere behind the header: an error, or (in padding) the same events."""
+    path = tmp_path / "c"
+    with CallLogWriter(path, HEADER, events_per_batch=3) as writer:
+        for event in small_log():
+            writer.write(event)
+    whole, told = path.read_bytes(), plain(small_log())
+    start = whole.index(b"kairox.batch")
+    refused = 0
+    for at in range(start, len(whole), 61):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 0x10]) + whole[at + 1 :])
+        try:
+            _, events = read_call_log(path)
+        except KairoxError:
+            refused += 1
+        else:
+            assert plain(events) == told
+    assert refused > 50
+
+
+def test_a_batch_that_is_missing_or_repeated_is_damage(tmp_path) -> None:
+    path = tmp_path / "c"
+    with CallLogWriter(path, HEADER, events_per_batch=2) as writer:
+        for event in small_log():
+            writer.write(event)
+    with path.open("rb") as file:
+        reader = ipc.open_stream(file)
+        batches = [reader.read_next_batch_with_custom_metadata() for _ in range(3)]
+    for order in ([0, 2], [0, 0, 1, 2], [1, 0, 2]):
+        with ipc.new_stream(path, reader.schema) as out:
+            for i in order:
+                out.write_batch(batches[i][0], custom_metadata=batches[i][1])
+        with pytest.raises(KairoxError, match=r"damaged at byte offset .*: batch \d was due"):
+            read_call_log(path)
+
+
+def test_other_files_are_refused(tmp_path) -> None:
+    path = tmp_path / "c"
+    with pytest.raises(KairoxError, match="cannot read the call log"):
+        read_call_log(path)
+    path.write_bytes(b"seq,step\n1,2\n" * 100)
+    with pytest.raises(KairoxError, match="is not a call log"):
+        read_call_log(path)
+    with ipc.new_stream(path, pa.schema([("seq", pa.int64())])):
+        pass
+    with pytest.raises(KairoxError, match="an Arrow stream but not a call log"):
+        read_call_log(path)
+    for key, text, says in (
+        (b"kairox.calls.crc32", b"0", "header does not match its checksum"),
+        (b"kairox.calls", b'{"format_version": 2}', "checksum"),
+    ):
+        with CallLogWriter(path, HEADER):
+            pass
+        with path.open("rb") as file:
+            schema = ipc.open_stream(file).schema
+        with ipc.new_stream(path, schema.with_metadata(schema.metadata | {key: text})):
+            pass
+        with pytest.raises(KairoxError, match=says):
+            read_call_log(path)
+
+
+def test_a_later_version_is_refused(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("kairox_sim.calllog.FORMAT_VERSION", 2)
+    CallLogWriter(tmp_path / "c", HEADER).close()
+    monkeypatch.undo()
+    with pytest.raises(KairoxError, match="of version 2; this Kairox reads version 1"):
+        read_call_log(tmp_path / "c")
+
+
+def test_other_tools_read_it_without_this_package(tmp_path) -> None:
+    path, told = logged(tmp_path, "lru", busy("after", "active"))
+    with path.open("rb") as file:
+        calls_table = ipc.open_stream(file).read_all()
+    frame = calls_table.to_pandas()
+    assert len(frame) == len(told)
+    calls = duckdb.sql("select kind, count(*) from calls_table group by kind")
+    assert dict(calls.fetchall()) == frame["kind"].value_counts().to_dict()
+    loads = duckdb.sql("select sum(record.loads) from calls_table where kind = 'end_step'")
+    total = sum(e.record.loads for e in told if isinstance(e, StepEnded))
+    assert loads.fetchall() == [(total,)]
+    assert total > 0
+    lookups = polars.from_arrow(calls_table).filter(polars.col("kind") == "lookup")
+    assert lookups["on_time"].list.len().sum() == sum(
+        e.split.on_time.size for e in told if isinstance(e, LookedUp)
+    )
