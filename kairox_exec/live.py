@@ -34,7 +34,6 @@ KernelChoice = Literal["numba", "torch"]
 
 RUN_BYTES_PER_WEIGHT = 4  # the executor runs in float32
 LAYER_S = 2e-3  # the shortest decode layer of an emulated machine: below, hand-overs dominate
-SLOW_TO = "time_scale = max(1, ceil(2 ms / shortest decode layer))"
 
 
 def model_shape(model_dir: str | Path) -> ModelShape:
@@ -145,6 +144,20 @@ def build_device(
         swap_neurons=swap_neurons,
     )
     return EmulatedDevice(costs), costs
+
+
+def profile_for(
+    settings: Settings,
+    model_dir: str | Path,
+    emulate: HardwareProfile | str | Path,
+    *,
+    time_scale: float | None = None,
+    link: LinkProfile | str | Path | None = None,
+) -> HardwareProfile:
+    """`emulated_profile` for what `settings` charge: the model itself, or their stand-in."""
+    shape = model_shape(model_dir)
+    target = shape if settings.model_as is None else shape_of(settings.model_as)
+    return emulated_profile(emulate, target, settings.gating, time_scale=time_scale, link=link)
 
 
 def device_for(

@@ -1,0 +1,355 @@
+"""Record a run: a model and text in, a sealed trace out.
+
+By default nothing is paced and every neuron is resident: what fires does not depend on either, and
+recording is as quick as the model. A look-ahead predictor runs beside, so that a simulation can
+replay what it would have said.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kairox_exec.families import activation_of, model_sha256
+from kairox_exec.live import KernelChoice, device_for, model_shape, profile_for, start
+from kairox_exec.machine import machine_facts
+from kairox_exec.recorder import Recorder
+from kairox_exec.runner import Runner
+from kairox_exec.sampling import Choose, sampler
+from kairox_exec.text import (
+    Tokenizer,
+    check_vocabulary,
+    encode_file,
+    load_tokenizer,
+    read_prompts,
+    windows,
+)
+from kairox_sim.calllog import CallLogWriter, call_log_header
+from kairox_sim.errors import KairoxError
+from kairox_sim.hardware import HardwareProfile, LinkProfile
+from kairox_sim.policies import POLICIES
+from kairox_sim.policies.base import Trigger
+from kairox_sim.record import StepRecord
+from kairox_sim.settings import Settings, load_prior, require_usable
+from kairox_sim.trace import Trace, seal
+from kairox_sim.trace_format import SequenceInfo, TraceHeader
+
+Paths = str | Path | Sequence[str | Path]
+Progress = Callable[[int, int], None]
+"""(tokens done, tokens in all)"""
+
+# Sampled by default: greedy text of a small model runs into a loop, which flatters every cache.
+TEMPERATURE, TOP_P = 0.8, 0.95
+
+
+@dataclass(frozen=True, slots=True)
+class Feed:
+    """One sequence to come: given tokens, and how many of the model's own follow."""
+
+    info: SequenceInfo
+    tokens: NDArray[np.int32]  # [n_tokens]
+    prefill: int  # of `tokens`, the rest are decode steps
+    new_tokens: int = 0
+
+
+def record(
+    model_dir: str | Path,
+    texts: Paths,
+    out: str | Path,
+    *,
+    prompts: Paths = (),
+    tokens: int = 256,
+    skip: int = 0,
+    prefill: int = 32,
+    window: int = 256,
+    trigger: Trigger = "attn_out",
+    temperature: float = TEMPERATURE,
+    top_p: float = TOP_P,
+    seed: int = 0,
+    settings: Settings | None = None,
+    prior: Trace | str | Path | None = None,
+    call_log: str | Path | None = None,
+    device: str = "cpu",
+    emulate: HardwareProfile | str | Path | None = None,
+    time_scale: float | None = None,
+    link: LinkProfile | str | Path | None = None,
+    kernels: KernelChoice = "numba",
+    force: bool = False,
+    progress: Progress | None = None,
+) -> Path:
+    """Record what fires while a model reads files, or writes on from prompts; the sealed trace.
+
+    texts: each file's tokens [skip, skip + tokens), in windows of `window` tokens, each a sequence
+    with a fresh KV cache of which the first `prefill` tokens are a prefill and every other one is a
+    decode step. Files in sequence are domains, named as the files are. prompts: instead of texts,
+    each prompt is a prefill, and then `tokens` tokens that the model samples are decode steps.
+
+    settings: the policy whose run is recorded, by default all neurons resident. trigger: which
+    predictions to record, where the policy and the settings leave it open. call_log: also log every
+    call of the cache there. force: an `out` that exists is replaced once the new one is whole.
+
+    Batches of whole steps reach the disk as they are made: a killed recording is a readable, cut
+    trace at `out` (with force: `out`.recording). A KeyboardInterrupt seals what there is, and is
+    raised again with a message that says where.
+    """
+    out = Path(out)
+    stream = _free_path(out, force)
+    if call_log is not None and Path(call_log).exists() and not force:
+        raise KairoxError(f"{call_log} exists; name another call log, or use force")
+    shape = model_shape(model_dir)
+    tokenizer = load_tokenizer(model_dir)
+    check_vocabulary(tokenizer, shape.vocab)
+    choose = sampler(temperature=temperature, top_p=top_p, seed=seed)
+    feeds = _feeds(
+        tokenizer, _paths(texts), _paths(prompts),
+        tokens=tokens, skip=skip, prefill=prefill, window=window,
+    )  # fmt: skip
+    chosen = _with_trigger(settings or Settings(policy="all"), trigger)
+    hardware = machine_facts() | {"device": device}
+    if emulate is not None:
+        profile = profile_for(chosen, model_dir, emulate, time_scale=time_scale, link=link)
+        emulate, time_scale, link = profile, 1.0, None
+        hardware |= {"emulated": profile.name, "time_scale": profile.time_scale}
+    with device_for(
+        chosen,
+        model_dir,
+        device,
+        emulate=emulate,
+        time_scale=time_scale,
+        link=link,
+        always_predict=True,
+    ) as machine:
+        learnt_from = load_prior(chosen, prior)
+        runner = start(
+            model_dir, chosen, machine, prior=learnt_from, kernels=kernels, always_predict=True
+        )
+        _require_context(runner, feeds)
+        header = _header(runner, model_dir, tokenizer, feeds, hardware)
+        if learnt_from is not None:
+            require_usable(learnt_from, _empty(header))
+        recorder = Recorder(stream, header)
+        try:
+            with ExitStack() as stack:
+                if call_log is not None:
+                    about = call_log_header(runner.cache, chosen.model_dump(mode="json"))
+                    log = stack.enter_context(CallLogWriter(call_log, about))
+                    runner.cache.journal = log.write
+                stack.enter_context(recorder)
+                runner.pipeline.on_layer = recorder
+                _run(runner, recorder, feeds, choose, chosen.prefill_chunk, progress)
+                runner.finish()
+        except KeyboardInterrupt as stop:
+            raise KeyboardInterrupt(_seal_what_there_is(recorder, stream, out)) from stop
+        except KairoxError as error:
+            raise KairoxError(f"{error}. {_keep_what_there_is(recorder, stream)}") from error
+        except BaseException:
+            _keep_what_there_is(recorder, stream)
+            raise
+    return _seal(recorder, stream, out)
+
+
+def _run(
+    runner: Runner,
+    recorder: Recorder,
+    feeds: Sequence[Feed],
+    choose: Choose,
+    prefill_chunk: int,
+    progress: Progress | None,
+) -> None:
+    total = sum(len(feed.tokens) + feed.new_tokens for feed in feeds)
+    for feed in feeds:
+        n_before = recorder.n_tokens
+        for step in _steps(runner, feed, choose, prefill_chunk):
+            recorder.end_step(step)
+            if progress is not None:
+                progress(recorder.n_tokens, total)
+        fed = recorder.n_tokens - n_before
+        if not feed.info.generated and fed != len(feed.tokens):
+            raise KairoxError(
+                f"records missing: {fed} of the {len(feed.tokens)} tokens of sequence "
+                f"{feed.info.seq} were recorded"
+            )
+
+
+def _steps(runner: Runner, feed: Feed, choose: Choose, prefill_chunk: int) -> Iterator[StepRecord]:
+    if not feed.info.generated:
+        for _, step in runner.run([feed.tokens], prefill=feed.prefill, prefill_chunk=prefill_chunk):
+            yield step
+        return
+    # The last token that is chosen is never fed, so one more is asked for than is recorded.
+    for _, step in runner.generate(
+        feed.tokens,
+        choose,
+        max_new_tokens=feed.new_tokens + 1,
+        stop_tokens=_stop_tokens(runner.config),
+        prefill_chunk=prefill_chunk,
+    ):
+        yield step
+
+
+def _feeds(
+    tokenizer: Tokenizer,
+    texts: Sequence[Path],
+    prompts: Sequence[Path],
+    *,
+    tokens: int,
+    skip: int,
+    prefill: int,
+    window: int,
+) -> list[Feed]:
+    if bool(texts) == bool(prompts):
+        raise KairoxError(
+            "a recording is of text files that the model reads, or of prompts that it writes on "
+            f"from; got {len(texts)} texts and {len(prompts)} prompts files"
+        )
+    feeds: list[Feed] = []
+    for path in texts:
+        text = encode_file(path, tokenizer)
+        try:
+            cut = windows(text.token_ids, tokens=tokens, skip=skip, prefill=prefill, window=window)
+        except KairoxError as error:
+            raise KairoxError(f"{path}: {error}") from error
+        for part in cut:
+            info = SequenceInfo(
+                seq=len(feeds),
+                domain=text.domain,
+                source=text.source.name,
+                source_sha256=text.source.sha256,
+                token_start=part.token_start,
+                token_stop=part.token_stop,
+            )
+            given = np.concatenate([part.prefill, part.decode])
+            feeds.append(Feed(info, given, prefill=len(part.prefill)))
+    if prompts and tokens < 0:
+        raise KairoxError(f"tokens must be 0 or more, got {tokens}")
+    for path in prompts:
+        for prompt in read_prompts(path):
+            ids = tokenizer.encode(prompt.text, special_tokens=True)
+            # The prompt's own hash: the prompts of one file are texts of their own.
+            info = SequenceInfo(
+                seq=len(feeds),
+                domain=prompt.domain,
+                source=prompt.source.name,
+                source_sha256=hashlib.sha256(prompt.text.encode()).hexdigest(),
+                token_start=0,
+                token_stop=len(ids),
+                generated=True,
+            )
+            feeds.append(Feed(info, ids, prefill=len(ids), new_tokens=tokens))
+    return feeds
+
+
+def _header(
+    runner: Runner,
+    model_dir: str | Path,
+    tokenizer: Tokenizer,
+    feeds: Sequence[Feed],
+    hardware: dict[str, Any],
+) -> TraceHeader:
+    shape, pipeline = model_shape(model_dir), runner.pipeline
+    threshold = pipeline.bundles[0].threshold
+    fills = runner.cache.policy.fills
+    return TraceHeader(
+        model=shape.name,
+        model_sha256=model_sha256(model_dir),
+        n_layers=shape.n_layers,
+        n_neurons=shape.n_neurons,
+        d_model=shape.d_model,
+        activation=activation_of(threshold),
+        activation_threshold=threshold,
+        gating=pipeline.bundles[0].gating,
+        complete=True,  # oracle and exact gating compute every active neuron
+        tokenizer_sha256=tokenizer.sha256,
+        sequences=tuple(feed.info for feed in feeds),
+        predicted_trigger=pipeline.trigger if pipeline.predicts else None,
+        hardware=hardware,
+        capacities=() if fills == "all" else tuple(runner.cache.capacity),
+    )
+
+
+def _with_trigger(settings: Settings, trigger: Trigger) -> Settings:
+    """A policy that never plans has no trigger of its own to record predictions for."""
+    if settings.trigger is None and POLICIES[settings.policy].admits == "never":
+        return settings.with_overrides({"trigger": trigger})
+    return settings
+
+
+def _require_context(runner: Runner, feeds: Sequence[Feed]) -> None:
+    longest = int(runner.config.max_position_embeddings)
+    for feed in feeds:
+        if len(feed.tokens) > longest:
+            what = "prompt" if feed.info.generated else "window"
+            raise KairoxError(
+                f"a {what} of {feed.info.source} has {len(feed.tokens)} tokens; the model's "
+                f"context holds {longest}. Give a shorter {what}"
+            )
+
+
+def _stop_tokens(config: Any) -> tuple[int, ...]:
+    """eos_token_id of a config: none, one, or several."""
+    given = getattr(config, "eos_token_id", None)
+    if given is None:
+        return ()
+    return (given,) if isinstance(given, int) else tuple(given)
+
+
+def _paths(given: Paths) -> list[Path]:
+    return [Path(given)] if isinstance(given, str | Path) else [Path(path) for path in given]
+
+
+def _empty(header: TraceHeader) -> Trace:
+    none = np.zeros(0, np.int64)
+    bits = np.zeros((0, header.n_neurons), bool)
+    return Trace.from_arrays(
+        header, seq=none, step=none, token=none, layer=none, phase=none, bits=bits
+    )
+
+
+# -- the file ---------------------------------------------------------------------------------
+
+
+def _free_path(out: Path, force: bool) -> Path:
+    """Where to stream to, so that nothing that is already recorded can be lost."""
+    if not out.parent.is_dir():
+        raise KairoxError(f"there is no folder {out.parent} to record {out.name} in")
+    if not out.exists():
+        return out
+    if out.is_dir():
+        raise KairoxError(f"{out} is a folder; name the file to record")
+    if not force:
+        raise KairoxError(f"{out} exists; name another file, or overwrite it with --force")
+    beside = out.with_name(out.name + ".recording")
+    if beside.exists():
+        raise KairoxError(
+            f"{beside} is of a recording that did not end; rename it to keep it, or remove it"
+        )
+    return beside
+
+
+def _seal(recorder: Recorder, stream: Path, out: Path) -> Path:
+    sealed = seal(stream, out, header_updates={"recorder_overhead": recorder.overhead})
+    if stream != out:
+        stream.unlink()
+    return sealed
+
+
+def _seal_what_there_is(recorder: Recorder, stream: Path, out: Path) -> str:
+    if recorder.n_steps == 0:
+        stream.unlink()
+        return "stopped before the first step; nothing was recorded"
+    _seal(recorder, stream, out)
+    return f"stopped; the first {recorder.n_tokens} tokens are in {out}"
+
+
+def _keep_what_there_is(recorder: Recorder, stream: Path) -> str:
+    if recorder.n_steps == 0:
+        stream.unlink()
+        return "Nothing was recorded"
+    return f"The {recorder.n_tokens} tokens before it are in {stream}"
