@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from kairox_sim.errors import KairoxError
     from kairox_sim.hardware import load_link, load_profile
     from kairox_sim.metrics import RunResult, summarise
+    from kairox_sim.plot_sweep import plot_budget, plot_throughput, plot_time_split
     from kairox_sim.settings import Settings, build_cache
     from kairox_sim.simulation import simulate
     from kairox_sim.sweeps import Sweep, sweep
@@ -30,6 +31,9 @@ _HOME = {
     "build_cache": "settings",
     "load_link": "hardware",
     "load_profile": "hardware",
+    "plot_budget": "plot_sweep",
+    "plot_throughput": "plot_sweep",
+    "plot_time_split": "plot_sweep",
     "read_trace": "trace",
     "seal": "trace",
     "simulate": "simulation",
@@ -48,6 +52,9 @@ __all__ = [
     "build_cache",
     "load_link",
     "load_profile",
+    "plot_budget",
+    "plot_throughput",
+    "plot_time_split",
     "read_trace",
     "seal",
     "simulate",

@@ -16,11 +16,12 @@ from pydantic import ValidationError
 from kairox_sim.commands.best import best
 from kairox_sim.commands.info import info
 from kairox_sim.commands.options import say
+from kairox_sim.commands.plot import plot
 from kairox_sim.commands.simulate import simulate
 from kairox_sim.commands.sweep import sweep
 from kairox_sim.errors import KairoxError
 
-COMMANDS: tuple[Callable[..., Any], ...] = (info, simulate, sweep, best)
+COMMANDS: tuple[Callable[..., Any], ...] = (info, simulate, sweep, plot, best)
 BAD_INPUT = 2  # exit code
 
 app = typer.Typer(

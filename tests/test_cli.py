@@ -103,6 +103,7 @@ def kairox(*arguments: object, code: int = 0) -> None:
         (("sweep", "missing.toml", "-o", "r.parquet"), "cannot read the sweep file"),
         (("sweep", "typo.toml", "-o", "r.parquet"), "unknown key 'contoller'"),
         (("sweep", "sweep.toml", "-o", "r.parquet", "--trace", "none.arrow"), "none.arrow"),
+        (("plot", "foreign.parquet", "-o", "figures"), "not a sweep's table"),
         (("best", "foreign.parquet", "--hardware", "pc1", "-o", "b.toml"), "not a sweep's table"),
         (("best", "none.parquet", "--hardware", "pc1", "-o", "b.toml"), "none.parquet"),
     ],
@@ -251,6 +252,23 @@ def test_sweep_then_best(folder: Path, capsys: Capture) -> None:
     kairox("best", table, "--hardware", "pc1", "--link", "own", "--vram", "12", "-o", chosen,
            code=2)  # fmt: skip
     assert "12GB (1e9) or 12GiB (2**30)" in capsys.readouterr().err
+
+
+def test_figures_of_a_table(folder: Path, capsys: Capture) -> None:
+    table, figures = folder / "p.parquet", folder / "figures"
+    kairox("sweep", folder / "sweep.toml", "-o", table, "--workers", 1)
+    capsys.readouterr()
+    kairox("plot", table, "-o", figures, "--link", "pcie3", "--format", "png", "--json")
+    content = json.loads(capsys.readouterr().out)
+    assert sorted(path.name for path in figures.iterdir()) == [
+        "budget.png", "throughput.png", "time-split.png",
+    ]  # fmt: skip
+    assert len(content["figures"]) == 3
+    assert content["left_out"] == {}
+    kairox("plot", table, "-o", figures, "--hardware", "pc2", code=2)
+    assert "no hardware 'pc2'; it has pc1" in capsys.readouterr().err
+    kairox("plot", table, "-o", figures, "--format", "gif", code=2)
+    assert "allowed: png, pdf, svg" in capsys.readouterr().err
 
 
 # -- the program itself -------------------------------------------------------------------------
