@@ -14,7 +14,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from kairox_exec.fitting import Line, fit_copies, fit_line, median
+import numpy as np
+
+from kairox_exec.fitting import TRIMMED, Line, fit_copies, fit_line, median
 from kairox_exec.oplog import NS, Op
 from kairox_sim.costs import CostModel
 from kairox_sim.errors import KairoxError
@@ -297,15 +299,21 @@ class _Seen:
 
 
 def _decide_line(ops: Sequence[Op]) -> tuple[float, float]:
-    """(fixed_s, per_swap_s) of plans; robust against the odd slow one."""
-    idle = [op.seconds for op in ops if op.size.n_swaps == 0]
-    busy = [op for op in ops if op.size.n_swaps > 0]
-    if not idle:
-        line = fit_line("decide", [op.size.n_swaps for op in busy], [op.seconds for op in busy])
-        return line.fixed_s, 1 / line.per_s
-    fixed = fmean(sorted(idle)[: max(1, round(len(idle) * 0.95))])
-    per_swap = median([max(0.0, op.seconds - fixed) / op.size.n_swaps for op in busy])
-    return fixed, per_swap if busy else 0.0
+    """(fixed_s, per_swap_s) of plans: least squares, refitted without the slowest tenth."""
+    swaps = np.array([op.size.n_swaps for op in ops], np.float64)
+    seconds = np.array([op.seconds for op in ops])
+    keep = np.ones(swaps.size, bool)
+    for _ in range(2):
+        if np.ptp(swaps[keep]) == 0:
+            return float(np.median(seconds[keep])), 0.0
+        slope, fixed = np.polyfit(swaps[keep], seconds[keep], 1)
+        if slope < 0:
+            slope, fixed = 0.0, float(np.median(seconds[keep]))
+        elif fixed < 0:
+            slope, fixed = float(np.median(seconds[keep] / np.maximum(swaps[keep], 1))), 0.0
+        above = seconds - (fixed + slope * swaps)
+        keep = above <= np.quantile(above, 1 - TRIMMED)
+    return float(fixed), float(slope)
 
 
 def _as_run(step: StepOps) -> Iterator[tuple[Op, float]]:

@@ -1,0 +1,251 @@
+"""Validation: live runs against their own simulation, setting by setting, with gates G1 to G3.
+
+Every setting runs once recorded (its trace, its call log, G1 and G2), then several times timed, the
+settings interleaved so that a slow minute falls on all of them. The simulation replays the
+setting's own trace on the calibrated machine. Beside it stand two null models fitted on the same
+calibration runs: a constant, and a line in residual neurons.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import pandas as pd
+
+from kairox_exec.calibrate import OVERRUN_LIMIT, Calibration
+from kairox_exec.gates import free_running, g1, g2
+from kairox_exec.live import model_shape
+from kairox_exec.live_run import ForcedText, LiveRun, Machine, run_forced
+from kairox_exec.machine import machine_facts
+from kairox_exec.recording import record
+from kairox_exec.scoring import Scored, Verdict, judge, null_models
+from kairox_sim.calllog import read_call_log
+from kairox_sim.costs import costs_for
+from kairox_sim.engine import run_trace
+from kairox_sim.events import Event, StepEnded
+from kairox_sim.metrics import steps_frame, summarise
+from kairox_sim.policies import POLICIES
+from kairox_sim.prediction import Recorded
+from kairox_sim.provenance import code_version
+from kairox_sim.record import StepRecord
+from kairox_sim.settings import Settings, build_cache, label, predictor_of, shape_of, trigger_of
+from kairox_sim.trace import Trace, read_trace
+
+Progress = Callable[[str, int, int], None]
+"""(what is running, done, of how many)"""
+
+
+@dataclass(frozen=True, slots=True)
+class Validation:
+    """A row per setting, the verdict of G3, and under which conditions."""
+
+    table: pd.DataFrame
+    verdict: Verdict
+    conditions: dict[str, Any]
+
+    def dump(self, out: str | Path) -> list[Path]:
+        """validation.json (verdict, rows, conditions) and validation.parquet, in folder `out`."""
+        folder = Path(out)
+        folder.mkdir(parents=True, exist_ok=True)
+        rows = json.loads(self.table.to_json(orient="records"))
+        content = {"verdict": asdict(self.verdict), "rows": rows, "conditions": self.conditions}
+        as_json, as_table = folder / "validation.json", folder / "validation.parquet"
+        as_json.write_text(json.dumps(content, indent=1) + "\n")
+        self.table.to_parquet(as_table)
+        return [as_json, as_table]
+
+
+def validate(
+    model_dir: str | Path,
+    settings: Sequence[Settings],
+    text: ForcedText,
+    calibration: Calibration,
+    machine: Machine,
+    out: str | Path,
+    *,
+    prior: Trace | None = None,
+    repeats: int = 5,
+    swept_tok_s: Mapping[str, float] | None = None,
+    on_progress: Progress | None = None,
+) -> Validation:
+    """Run and simulate every setting; keep traces and call logs in folder `out`.
+
+    swept_tok_s: by label, what a sweep had promised, for the table. Raises KairoxError where a
+    setting cannot run; a G1 or G2 that fails is in the table, not raised.
+    """
+    folder = Path(out)
+    folder.mkdir(parents=True, exist_ok=True)
+    sequences = text.sequences(model_dir)
+    total = len(settings) * (repeats + 1)
+    done = 0
+
+    def tell(what: str) -> None:
+        nonlocal done
+        if on_progress is not None:
+            on_progress(what, done, total)
+        done += 1
+
+    recorded = []
+    for at, setting in enumerate(settings):
+        tell(f"recording {label(setting)}")
+        stem = folder / f"{at:02d}-{label(setting).replace(' ', '-').replace(':', '-')}"
+        recorded.append(_record(model_dir, setting, text, machine, stem, prior))
+    runs: list[list[LiveRun]] = [[] for _ in settings]
+    for repeat in range(repeats):
+        for at, setting in enumerate(settings):
+            tell(f"timing {label(setting)}, {repeat + 1} of {repeats}")
+            run = run_forced(
+                model_dir, setting, machine, sequences, prefill=text.prefill, prior=prior
+            )
+            runs[at].append(run)
+
+    constant, (a, b) = null_models(
+        [row["seconds_per_token"] for row in calibration.runs],
+        [row["residual_per_token"] for row in calibration.runs],
+    )
+    rows, scored = [], []
+    for setting, own, repeated in zip(settings, recorded, runs, strict=True):
+        row, score = _compare(
+            setting, own, repeated, calibration, model_dir, prior, constant, (a, b)
+        )
+        row["swept_tok_s"] = (swept_tok_s or {}).get(label(setting), float("nan"))
+        rows.append(row)
+        scored.append(score)
+    conditions = {
+        "time": machine.label,
+        "live": f"median of {repeats} interleaved repeats of {rows[0]['decode_tokens']} tokens",
+        "overrun_limit": OVERRUN_LIMIT,
+        "calibration_runs": calibration.runs,
+        "machine": machine_facts(),
+        **code_version(),
+    }
+    return Validation(pd.DataFrame(rows), judge(scored), conditions)
+
+
+@dataclass(frozen=True, slots=True)
+class _Recorded:
+    """The recorded run of one setting."""
+
+    trace: Trace
+    events: Sequence[Event]
+
+    @property
+    def records(self) -> list[StepRecord]:
+        return [event.record for event in self.events if isinstance(event, StepEnded)]
+
+
+def _record(
+    model_dir: str | Path,
+    settings: Settings,
+    text: ForcedText,
+    machine: Machine,
+    stem: Path,
+    prior: Trace | None,
+) -> _Recorded:
+    call_log = stem.with_name(stem.name + ".calls.arrow")
+    path = record(
+        model_dir,
+        text.files,
+        stem.with_name(stem.name + ".arrow"),
+        tokens=text.tokens,
+        skip=text.skip,
+        prefill=text.prefill,
+        window=text.window,
+        settings=settings,
+        prior=prior,
+        call_log=call_log,
+        device=machine.device,
+        emulate=machine.profile,
+        time_scale=None if machine.profile is None else 1.0,
+        force=True,
+    )
+    return _Recorded(read_trace(path, strict=True), read_call_log(call_log)[1])
+
+
+def _compare(
+    settings: Settings,
+    own: _Recorded,
+    repeated: Sequence[LiveRun],
+    calibration: Calibration,
+    model_dir: str | Path,
+    prior: Trace | None,
+    constant: float,
+    line: tuple[float, float],
+) -> tuple[dict[str, Any], Scored]:
+    shape = model_shape(model_dir)
+    target = shape if settings.model_as is None else shape_of(settings.model_as)
+    policy = POLICIES[settings.policy]
+    trigger, late = trigger_of(settings), settings.late or policy.default_late
+    costs = costs_for(
+        calibration.profile,
+        target,
+        settings.gating,
+        trace_layers=shape.n_layers,
+        trace_neurons=shape.n_neurons,
+        predictor=predictor_of(settings),
+        swap_neurons=settings.swap_neurons,
+    )
+
+    def fresh() -> Any:
+        return build_cache(settings, shape.n_layers, shape.n_neurons, prior=prior, shape=shape)
+
+    predictions = None if own.trace.predicted_bits is None else Recorded()
+    again = g1(own.events, fresh())
+    replayed = g2(
+        own.trace, own.events, own.records, fresh(), costs,
+        trigger=trigger, late=late, predictions=predictions,
+    )  # fmt: skip
+    simulated = run_trace(
+        own.trace, fresh(), costs, trigger=trigger, late=late, predictions=predictions
+    ).records
+    free = free_running(own.records, simulated)
+
+    times = [run.per_token("wall_s") for run in repeated]
+    live_s = median(times)
+    timed = sorted(repeated, key=lambda run: run.per_token("wall_s"))[len(repeated) // 2]
+    live, ours = (
+        summarise(steps_frame(records), shape.n_layers, costs.layers_ratio)
+        for records in (timed.records, simulated)
+    )
+    ahead_or_stall = policy.admits != "never" and (trigger in ("attn_in", "attn_out", "serial")
+                                                   or late == "stall")  # fmt: skip
+    score = Scored(
+        setting=label(settings),
+        live_s=live_s,
+        spread=(max(times) - min(times)) / live_s,
+        simulated_s=ours["tpot_s"],
+        constant_s=constant,
+        linear_s=line[0] + line[1] * ours["residual_per_token"],
+        ahead_or_stall=ahead_or_stall,
+    )
+    row: dict[str, Any] = {
+        "setting": label(settings),
+        "live_tok_s": 1 / live_s,
+        "live_spread": score.spread,
+        "simulated_tok_s": ours["tok_s"],
+        "error": score.simulated_s / live_s - 1,
+        "null_constant_tok_s": 1 / score.constant_s,
+        "null_linear_tok_s": 1 / score.linear_s,
+        "uses_lookahead_or_stall": ahead_or_stall,
+        "decode_tokens": int(live["n_decode"]),
+        "overrun_share": max(run.overrun_share for run in repeated),
+        "g1_differences": len(again.differences),
+        "g1_swaps": again.swaps,
+        "g2_differences": len(replayed.differences),
+        "g2_first_difference": next(iter(replayed.differences), ""),
+        "hit_resident_points": free.hit_resident_points,
+        "hit_on_time_points": free.hit_on_time_points,
+        "loads_error": free.loads_share,
+    }
+    for name in (
+        "hit_resident", "hit_on_time", "late_share", "loads_per_layer_step", "wasted_share",
+        "h2d_bytes_per_token", "residual_per_token", "gpu_s", "wait_cpu_s", "wait_io_s",
+        "wait_decide_s", "unexplained_s", "cpu_busy_s", "swap_busy_s",
+    ):  # fmt: skip
+        row[f"live_{name}"], row[f"simulated_{name}"] = live[name], ours[name]
+    return row, score
