@@ -16,6 +16,7 @@ from numpy.typing import ArrayLike, NDArray
 from kairox_sim.controllers import Controller, Knobs
 from kairox_sim.errors import KairoxError
 from kairox_sim.events import Cancelled, Committed, Event, LookedUp, Planned, Split, StepEnded, Swap
+from kairox_sim.idsets import Marks, share_of, sorted_ids
 from kairox_sim.policies.base import (
     ABSENT,
     ARRIVING,
@@ -25,7 +26,6 @@ from kairox_sim.policies.base import (
     Ids,
     Observes,
     Policy,
-    Share,
     Trigger,
 )
 from kairox_sim.record import StepCounts, StepRecord
@@ -91,6 +91,7 @@ class NeuronCache:
         self.slot_of = np.full((n_layers, n_neurons), -1, np.int32)  # [n_layers, n_neurons]
         self._unused = np.zeros((n_layers, n_neurons), bool)  # loaded and resident, never yet used
         self._free: list[NDArray[np.int32]] = []  # per layer, a stack; the last one goes first
+        self._marks = Marks(n_neurons)
         self._before: list[NDArray[np.uint8] | None] = [None] * n_layers  # state before the plan
         self._predicted: list[Ids | None] = [None] * n_layers
         self._fresh: dict[int, list[Ids]] = {}  # layer -> committed since the last lookup
@@ -104,8 +105,8 @@ class NeuronCache:
     def _fill(
         self, layer: int, pinned: Sequence[ArrayLike] | None, warm: Sequence[ArrayLike] | None
     ) -> None:
-        fixed = self._ids(pinned[layer]) if pinned is not None else NOTHING
-        first = self._ids(warm[layer]) if warm is not None else NOTHING
+        fixed = sorted_ids(pinned[layer], self.n_neurons) if pinned is not None else NOTHING
+        first = sorted_ids(warm[layer], self.n_neurons) if warm is not None else NOTHING
         first = np.setdiff1d(first, fixed).astype(np.int32)
         taken = np.concatenate([fixed, first])
         if taken.size > self.capacity[layer]:
@@ -123,8 +124,8 @@ class NeuronCache:
 
     def plan(self, layer: int, predicted: ArrayLike, share: ArrayLike | None = None) -> list[Swap]:
         """Ask the policy; evict now, reserve slots, and return the copies to start, in order."""
-        seen = self._ids(predicted)
-        share = _share_of(seen, predicted, share)
+        seen = sorted_ids(predicted, self.n_neurons)
+        share = share_of(seen, predicted, share)
         state = self.state[layer]
         if not self.plans_after:
             self._predicted[layer] = seen
@@ -145,13 +146,21 @@ class NeuronCache:
     def commit(self, swap_ids: Iterable[int]) -> None:
         """These swaps have landed; the driver polls once, just before each lookup."""
         ids = tuple(swap_ids)
+        swaps: dict[int, Swap] = {}
         for swap_id in ids:
-            swap = self.in_flight.pop(swap_id, None)
-            if swap is None:
+            swap = self.in_flight.get(swap_id)
+            if swap is None or swap_id in swaps:
                 raise KairoxError(f"swap {swap_id} landed, but is not in flight")
-            self.state[swap.layer, swap.promote] = RESIDENT
-            self._unused[swap.layer, swap.promote] = True
-            self._fresh.setdefault(swap.layer, []).append(swap.promote)
+            swaps[swap_id] = swap
+        landed: dict[int, list[Ids]] = {}  # by layer: one write for all its swaps
+        for swap_id, swap in swaps.items():
+            del self.in_flight[swap_id]
+            landed.setdefault(swap.layer, []).append(swap.promote)
+        for layer, parts in landed.items():
+            promoted = parts[0] if len(parts) == 1 else np.concatenate(parts)
+            self.state[layer][promoted] = RESIDENT
+            self._unused[layer][promoted] = True
+            self._fresh.setdefault(layer, []).append(promoted)
         self._tell(Committed(ids))
 
     def lookup(
@@ -166,13 +175,16 @@ class NeuronCache:
         `active` defaults to unknown. `share` is of `active`, or of `evaluated` where that is not
         known: of what a policy that observes = active is told.
         """
-        wanted = self._ids(evaluated)
-        fired = None if active is None else self._ids(active)
+        wanted = sorted_ids(evaluated, self.n_neurons)
+        if active is None:
+            fired = None
+        else:
+            fired = wanted if active is evaluated else sorted_ids(active, self.n_neurons)
         fired_or_wanted = wanted if fired is None else fired
-        share = _share_of(fired_or_wanted, evaluated if active is None else active, share)
+        share = share_of(fired_or_wanted, evaluated if active is None else active, share)
         if self.observes == "active":
             self.policy.observe(layer, fired_or_wanted, share)
-        here = self.state[layer, wanted]
+        here = self.state[layer][wanted]
         on_device = here >= RESIDENT
         on_time, residual = wanted[on_device], wanted[~on_device]
         split = Split(
@@ -181,8 +193,10 @@ class NeuronCache:
             residual=residual,
             late=wanted[here == ARRIVING],
         )
-        used_first = int(np.count_nonzero(self._unused[layer, on_time]))
-        self._unused[layer, on_time] = False
+        unused = self._unused[layer]
+        used_first = int(np.count_nonzero(unused[on_time]))
+        if used_first:
+            unused[on_time] = False
         self.totals["used"] += used_first
         self._count_lookup(layer, wanted, fired, split, used_first)
         self._before[layer] = None
@@ -265,8 +279,9 @@ class NeuronCache:
     def _apply(self, layer: int, promote: Ids, evict: Ids) -> list[Swap]:
         state, slot_of = self.state[layer], self.slot_of[layer]
         freed = slot_of[evict]
-        wasted = int(np.count_nonzero(self._unused[layer, evict]))
-        self._unused[layer, evict] = False
+        unused = self._unused[layer]
+        wasted = int(np.count_nonzero(unused[evict]))
+        unused[evict] = False
         state[evict], slot_of[evict] = ABSENT, -1
         self._wasted += wasted
         self.totals["wasted"] += wasted
@@ -296,16 +311,15 @@ class NeuronCache:
         if promote.size > room:
             raise KairoxError(f"{name} promotes {promote.size} neurons; {room} fit")
         for what, ids, allowed in (("promotes", promote, ABSENT), ("evicts", evict, RESIDENT)):
-            if ids.dtype != np.int32 or (
-                ids.size and not 0 <= ids.min() <= ids.max() < self.n_neurons
-            ):
+            # As unsigned, what is negative is too large as well.
+            if ids.dtype != np.int32 or (ids.size and ids.view(np.uint32).max() >= self.n_neurons):
                 raise KairoxError(f"{name} {what} ids that are not int32 neurons of the layer")
-            if np.unique(ids).size != ids.size or (state[ids] != allowed).any():
+            if self._marks.n_distinct(ids) != ids.size or (state[ids] != allowed).any():
                 raise KairoxError(
                     f"{name} {what} neurons twice or not in state {allowed} "
                     "(0 absent, 1 arriving, 2 resident, 3 pinned)"
                 )
-        if evict.size and np.isin(evict, seen).any():
+        if self._marks.n_common(evict, seen):
             raise KairoxError(f"{name} evicts neurons seen in this very layer-step")
 
     def _resident_before(self, layer: int, wanted: Ids, here: NDArray[np.uint8]) -> int:
@@ -315,7 +329,7 @@ class NeuronCache:
         resident = int(np.count_nonzero(here >= RESIDENT))
         fresh = self._fresh.get(layer)
         if fresh:  # nothing was planned first: before means ahead of this poll's commits
-            resident -= int(np.isin(wanted, np.concatenate(fresh), assume_unique=True).sum())
+            resident -= self._marks.n_common(wanted, np.concatenate(fresh))
         return resident
 
     def _count_lookup(
@@ -334,8 +348,10 @@ class NeuronCache:
             if fired is None:
                 self._n_predicted_active = nan
             else:
-                both = np.isin(fired, predicted, assume_unique=True)
-                self._n_predicted_active += int(both.sum())
+                same = predicted is fired
+                self._n_predicted_active += (
+                    fired.size if same else self._marks.n_common(fired, predicted)
+                )
 
     def _reset_counts(self) -> None:
         self._evaluated = self._hit_resident = self._hit_on_time = self._late = 0
@@ -344,22 +360,6 @@ class NeuronCache:
         self._n_predicted = 0
         self._n_predicted_active = 0.0
         self._any_predicted = False
-
-    def _ids(self, ids: ArrayLike) -> Ids:
-        array = np.asarray(ids)
-        if array.size == 0:
-            return NOTHING
-        if array.ndim != 1 or array.dtype.kind not in "iu":
-            raise KairoxError(
-                f"neuron ids must be a list of integers, got {array.dtype} {array.shape}"
-            )
-        if array.size > 1 and not (array[1:] > array[:-1]).all():
-            array = np.unique(array)
-        if array[0] < 0 or array[-1] >= self.n_neurons:
-            raise KairoxError(
-                f"neuron ids must be 0 to {self.n_neurons - 1}, got {array[0]} to {array[-1]}"
-            )
-        return array.astype(np.int32, copy=False)
 
     def _tell(self, event: Event) -> None:
         if self.journal is not None:
@@ -370,20 +370,3 @@ def _read_only(state: NDArray[np.uint8]) -> NDArray[np.uint8]:
     view = state.view()
     view.flags.writeable = False
     return view
-
-
-def _share_of(seen: Ids, given: ArrayLike, share: ArrayLike | None) -> Share | None:
-    """`share` in float32 [n], one per id of `seen`, however it was stored."""
-    if share is None:
-        return None
-    part = np.asarray(share, np.float32)
-    if part.shape != seen.shape or not np.array_equal(np.asarray(given), seen):
-        raise KairoxError(
-            f"with a share, ids must be sorted and unique and come with one share each; got "
-            f"{part.shape} shares for {np.shape(given)} ids, {seen.size} of them different"
-        )
-    if part.size and not (part.min() > 0 and part.max() <= 1):
-        raise KairoxError(
-            f"shares must be above 0 and at most 1, got {part.min():g} to {part.max():g}"
-        )
-    return part
