@@ -1,4 +1,4 @@
-"""Sets of neuron ids as the cache takes them (checked, sorted, unique, int32), and counts of them."""
+"""Sets of neuron ids as the cache takes them: checked, sorted, unique, int32. And counts of them."""
 
 from __future__ import annotations
 
