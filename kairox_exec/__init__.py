@@ -1,1 +1,29 @@
-"""The same decisions on real devices. Torch lives only here."""
+"""The same decisions on real devices. Torch lives only here.
+
+The names below are the public API. They are looked up on first use, so that importing the package
+does not import torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kairox_exec.generation import generate
+    from kairox_exec.live import load
+    from kairox_exec.recording import record
+
+_HOME = {
+    "generate": "generation",
+    "load": "live",
+    "record": "recording",
+}
+
+__all__ = ["generate", "load", "record"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"kairox_exec.{_HOME[name]}"), name)

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kairox_exec.families import activation_of, model_sha256
+from kairox_exec.generation import stop_tokens
 from kairox_exec.live import KernelChoice, device_for, model_shape, profile_for, start
 from kairox_exec.machine import machine_facts
 from kairox_exec.recorder import Recorder
@@ -188,7 +189,7 @@ def _steps(runner: Runner, feed: Feed, choose: Choose, prefill_chunk: int) -> It
         feed.tokens,
         choose,
         max_new_tokens=feed.new_tokens + 1,
-        stop_tokens=_stop_tokens(runner.config),
+        stop_tokens=stop_tokens(runner.config),
         prefill_chunk=prefill_chunk,
     ):
         yield step
@@ -290,14 +291,6 @@ def _require_context(runner: Runner, feeds: Sequence[Feed]) -> None:
                 f"a {what} of {feed.info.source} has {len(feed.tokens)} tokens; the model's "
                 f"context holds {longest}. Give a shorter {what}"
             )
-
-
-def _stop_tokens(config: Any) -> tuple[int, ...]:
-    """eos_token_id of a config: none, one, or several."""
-    given = getattr(config, "eos_token_id", None)
-    if given is None:
-        return ()
-    return (given,) if isinstance(given, int) else tuple(given)
 
 
 def _paths(given: Paths) -> list[Path]:

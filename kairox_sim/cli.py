@@ -14,14 +14,20 @@ import typer
 from pydantic import ValidationError
 
 from kairox_sim.commands.best import best
+from kairox_sim.commands.calibrate import calibrate
+from kairox_sim.commands.generate import generate
 from kairox_sim.commands.info import info
 from kairox_sim.commands.options import say
 from kairox_sim.commands.plot import plot
+from kairox_sim.commands.record import record
 from kairox_sim.commands.simulate import simulate
 from kairox_sim.commands.sweep import sweep
+from kairox_sim.commands.validate import validate
 from kairox_sim.errors import KairoxError
 
-COMMANDS: tuple[Callable[..., Any], ...] = (info, simulate, sweep, plot, best)
+COMMANDS: tuple[Callable[..., Any], ...] = (
+    record, info, simulate, sweep, plot, best, calibrate, generate, validate,
+)  # fmt: skip
 BAD_INPUT = 2  # exit code
 
 app = typer.Typer(

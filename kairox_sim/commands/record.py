@@ -1,0 +1,266 @@
+"""kairox record: a model and text in, a trace out."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kairox_sim.commands.info import stat_warnings
+from kairox_sim.commands.options import (
+    Controller,
+    Gating,
+    Json,
+    Link,
+    ModelAs,
+    Prior,
+    SetKeys,
+    SettingsFile,
+    Slots,
+    exec_extra,
+    print_json,
+    print_warnings,
+    progress,
+    say,
+    settings_from,
+)
+from kairox_sim.errors import KairoxError
+
+if TYPE_CHECKING:
+    from kairox_sim.settings import Settings
+    from kairox_sim.trace import Trace
+    from kairox_sim.trace_report import DomainRow, PredictionRow
+    from kairox_sim.trace_stats import TraceStats
+
+INTERRUPTED = 130  # exit code, as shells have it: 128 + SIGINT
+
+Model = Annotated[
+    Path, typer.Option(help="A Hugging Face folder: config.json, *.safetensors, tokenizer.json.")
+]
+Device = Annotated[
+    str, typer.Option(help="auto, cpu (unpaced) or emulated; cuda is not built yet.")
+]
+Emulate = Annotated[
+    str | None, typer.Option(help="The profile an emulated device is paced by: emu-pc1, pc1, ...")
+]
+TimeScale = Annotated[
+    float | None,
+    typer.Option(
+        help="How much slower than its profile an emulated device runs. [default: so that the "
+        "shortest decode layer lasts 2 ms]"
+    ),
+]
+Threads = Annotated[
+    int | None, typer.Option(help="Threads of torch; the host's and the link's lane are beside.")
+]
+Temperature = Annotated[
+    float, typer.Option(help="Of sampling; 0 is greedy, and small models then write loops.")
+]
+TopP = Annotated[float, typer.Option("--top-p", help="Sample from this share of the probability.")]
+Seed = Annotated[int, typer.Option(help="Of sampling.")]
+
+
+def record(
+    model: Model,
+    out: Annotated[Path, typer.Option("-o", "--out", help="The trace to write.")],
+    more: Annotated[
+        list[Path] | None,
+        typer.Argument(metavar="[FILE]...", help="More files after the first of either option."),
+    ] = None,
+    text: Annotated[
+        list[Path] | None,
+        typer.Option(help="Text files whose own tokens are fed: domains, in sequence."),
+    ] = None,
+    prompts: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="Instead: prompts that the model writes on from. One per file, or JSON lines "
+            "(.jsonl) with prompt and domain."
+        ),
+    ] = None,
+    tokens: Annotated[
+        int, typer.Option(help="Of each text; with --prompts, written after each prompt.")
+    ] = 256,
+    skip: Annotated[int, typer.Option(help="Tokens of each text to leave out first.")] = 0,
+    prefill: Annotated[int, typer.Option(help="First tokens of a window that are prefilled.")] = 32,
+    window: Annotated[
+        int, typer.Option(help="Tokens of a sequence; each starts with an empty KV cache.")
+    ] = 256,
+    temperature: Temperature = 0.8,
+    top_p: TopP = 0.95,
+    seed: Seed = 0,
+    settings: SettingsFile = None,
+    policy: Annotated[
+        str | None,
+        typer.Option(help="Record a run under this policy. [default: all neurons resident]"),
+    ] = None,
+    controller: Controller = None,
+    slots: Slots = None,
+    gating: Gating = None,
+    model_as: ModelAs = None,
+    prior: Prior = None,
+    set_keys: SetKeys = None,
+    trigger: Annotated[
+        str | None,
+        typer.Option(help="When predictions are made: attn_out, attn_in. [default: attn_out]"),
+    ] = None,
+    call_log: Annotated[
+        Path | None, typer.Option(help="Also write every call of the neuron cache to this file.")
+    ] = None,
+    device: Device = "cpu",
+    emulate: Emulate = None,
+    link: Link = None,
+    time_scale: TimeScale = None,
+    threads: Threads = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="Overwrite, once the new recording is whole.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Record which neurons fire, token by token, and what a look-ahead predictor says of them.
+
+    Ctrl-C seals what there is (exit code 130); a killed recording is readable up to the kill.
+
+    Example: kairox record --model experiments/models/tiny-reglu
+    --text experiments/prompts/prose.txt experiments/prompts/code.txt -o eval.arrow
+    """
+    with exec_extra():
+        from kairox_exec.live import set_threads
+        from kairox_exec.recording import record as run
+
+    chosen = _settings(settings, policy, controller, slots, gating, model_as, prior, set_keys)
+    if trigger is not None:
+        chosen = chosen.with_overrides({"trigger": trigger})
+    set_threads(threads)
+    texts, written = list(text or ()), list(prompts or ())
+    (written if written else texts).extend(more or ())
+    try:
+        with progress() as bar:
+            task = bar.add_task("recording", total=None)
+            path = run(
+                model,
+                texts,
+                out,
+                prompts=written,
+                tokens=tokens,
+                skip=skip,
+                prefill=prefill,
+                window=window,
+                temperature=temperature,
+                top_p=top_p,
+                seed=seed,
+                settings=chosen,
+                call_log=call_log,
+                device=device,
+                emulate=emulate,
+                time_scale=time_scale,
+                link=link,
+                force=force,
+                progress=lambda done, of: bar.update(task, completed=done, total=of),
+            )
+    except KeyboardInterrupt as stop:
+        say(f"kairox: {stop}")
+        raise typer.Exit(INTERRUPTED) from stop
+    _report(path, as_json)
+
+
+def _settings(
+    file: Path | None,
+    policy: str | None,
+    controller: str | None,
+    slots: str | None,
+    gating: str | None,
+    model_as: str | None,
+    prior: Path | None,
+    set_keys: list[str] | None,
+) -> Settings:
+    """The policy whose run is recorded: by default all neurons are resident."""
+    options = {"controller": controller, "slots": slots, "prior": prior}
+    needless = [f"--{name}" for name, value in options.items() if value is not None]
+    if file is None and policy is None and needless:
+        raise KairoxError(
+            f"{', '.join(needless)} without a policy: by default all neurons are resident, so that "
+            "there is nothing to decide; name one with --policy, or give --settings"
+        )
+    if file is None and policy is None:
+        policy = "all"
+    return settings_from(
+        file,
+        policy=policy,
+        controller=controller,
+        slots=slots,
+        gating=gating,
+        model_as=model_as,
+        prior=prior,
+        set_keys=set_keys,
+    )
+
+
+def _report(path: Path, as_json: bool) -> None:
+    from kairox_sim.trace import read_trace
+    from kairox_sim.trace_report import by_domain, predictions
+    from kairox_sim.trace_stats import trace_stats
+
+    trace = read_trace(path)
+    domains, predicted, stats = by_domain(trace), predictions(trace), trace_stats(trace)
+    warnings = [*trace.warnings, *stat_warnings(stats)]
+    if as_json:
+        print_json(
+            {
+                "trace": str(path),
+                "bytes": path.stat().st_size,
+                "sha256": trace.sha256,
+                "tokens": trace.n_tokens,
+                "steps": trace.n_steps,
+                "recorder_overhead": trace.header.recorder_overhead,
+                "domains": [dataclasses.asdict(row) for row in domains],
+                "density_by_layer": stats.density.tolist(),
+                "predicted_trigger": trace.header.predicted_trigger,
+                "prediction_by_layer": [dataclasses.asdict(row) for row in predicted],
+                "warnings": warnings,
+            }
+        )
+        return
+    _print_tables(path, trace, domains, predicted, stats)
+    print_warnings(warnings)
+
+
+def _print_tables(
+    path: Path,
+    trace: Trace,
+    domains: list[DomainRow],
+    predicted: list[PredictionRow],
+    stats: TraceStats,
+) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    header = trace.header
+    console = Console()
+    of = Table(title=f"{header.model}, gating {header.gating}: {trace.n_tokens} tokens")
+    of.add_column("domain")
+    for column in ("sequences", "tokens", "density"):
+        of.add_column(column, justify="right")
+    for row in domains:
+        said = row.domain + (" (generated)" if row.generated else "")
+        of.add_row(said, str(row.sequences), str(row.tokens), _share(row.density))
+    console.print(of)
+    ahead = header.predicted_trigger
+    layers = Table(title=f"by layer; look-ahead at {ahead}" if ahead else "by layer; no look-ahead")
+    for column in ("layer", "density", "recall", "precision"):
+        layers.add_column(column, justify="right")
+    for layer in range(header.n_layers):
+        ratios = [(p.recall, p.precision) for p in predicted if p.layer == layer]
+        recall, precision = ratios[0] if ratios else (float("nan"), float("nan"))
+        layers.add_row(str(layer), _share(stats.density[layer]), _share(recall), _share(precision))
+    console.print(layers)
+    typer.echo(
+        f"{path}: {path.stat().st_size / 1e6:.2f} MB; recording took "
+        f"{_share(header.recorder_overhead)} of the steps' time"
+    )
+
+
+def _share(value: float) -> str:
+    return "-" if value != value else f"{value:.1%}"
