@@ -25,7 +25,6 @@ def machine_facts() -> dict[str, Any]:
     memory = psutil.virtual_memory()
     return {
         "system": platform.system(),
-        "release": platform.release(),
         "python": platform.python_version(),
         "packages": {name: _version(name) for name in PACKAGES},
         "cpu": {
