@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -20,7 +20,14 @@ from kairox_exec.fitting import TRIMMED, Line, fit_copies, fit_line, median
 from kairox_exec.oplog import NS, Op
 from kairox_sim.costs import CostModel
 from kairox_sim.errors import KairoxError
-from kairox_sim.hardware import Decide, HardwareProfile, Link, Quantity, dump_profile
+from kairox_sim.hardware import (
+    Decide,
+    HardwareProfile,
+    Link,
+    Quantity,
+    dump_profile,
+    load_profile,
+)
 from kairox_sim.hardware import Op as OpCost
 
 OVERRUN_LIMIT = 0.02  # more overruns than this and an emulated run says nothing about its pacing
@@ -63,6 +70,20 @@ class Calibration:
         beside = {"fits": self.fits, "runs": self.runs, "conditions": self.conditions}
         target.with_suffix(".json").write_text(json.dumps(beside, indent=1) + "\n")
         return target
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """What `dump` wrote. Raises KairoxError where either file is missing or not one of ours."""
+        beside = Path(path).with_suffix(".json")
+        try:
+            content = json.loads(beside.read_text())
+            fits, runs, conditions = (content[key] for key in ("fits", "runs", "conditions"))
+        except (OSError, ValueError, KeyError) as error:
+            raise KairoxError(
+                f"no calibration runs in {str(beside)!r} ({error}); `kairox calibrate -o {path}` "
+                "writes both files"
+            ) from error
+        return cls(load_profile(Path(path)), tuple(fits), tuple(runs), conditions)
 
 
 def fit_profile(

@@ -28,7 +28,7 @@ from kairox_sim.calllog import read_call_log
 from kairox_sim.costs import costs_for
 from kairox_sim.engine import run_trace
 from kairox_sim.events import Event, StepEnded
-from kairox_sim.metrics import steps_frame, summarise
+from kairox_sim.metrics import plain, steps_frame, summarise
 from kairox_sim.policies import POLICIES
 from kairox_sim.prediction import Recorded
 from kairox_sim.provenance import code_version
@@ -48,14 +48,30 @@ class Validation:
     verdict: Verdict
     conditions: dict[str, Any]
 
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON; unknown is None."""
+        rows = json.loads(self.table.to_json(orient="records", double_precision=15))
+        return {"verdict": asdict(self.verdict), "rows": rows, "conditions": self.conditions}
+
+    def said(self) -> list[str]:
+        """The verdict in words: what was claimed, and against what."""
+        v = self.verdict
+        outcome = {True: "passes", False: "fails", None: "claims nothing"}[v.passed]
+        return [
+            f"G3 {outcome}" + (": " + "; ".join(v.reasons) if v.reasons else ""),
+            f"error of time per token: median {v.median_error:.1%}, worst {v.worst_error:.1%}; "
+            f"a constant {v.constant_error:.1%}; with look-ahead or stall {v.ahead_error:.1%}, "
+            f"linear in residual neurons {v.linear_ahead_error:.1%}",
+            f"order: tau {v.tau:.2f} over {v.pairs} pairs that are no ties; choosing by simulation "
+            f"costs {v.top1_regret:.1%} live; live times span {v.contrast:.2f} x",
+        ]
+
     def dump(self, out: str | Path) -> list[Path]:
         """validation.json (verdict, rows, conditions) and validation.parquet, in folder `out`."""
         folder = Path(out)
         folder.mkdir(parents=True, exist_ok=True)
-        rows = json.loads(self.table.to_json(orient="records"))
-        content = {"verdict": asdict(self.verdict), "rows": rows, "conditions": self.conditions}
         as_json, as_table = folder / "validation.json", folder / "validation.parquet"
-        as_json.write_text(json.dumps(content, indent=1) + "\n")
+        as_json.write_text(json.dumps(plain(self.to_dict()), indent=1, allow_nan=False) + "\n")
         self.table.to_parquet(as_table)
         return [as_json, as_table]
 

@@ -1,0 +1,92 @@
+"""kairox calibrate: this machine's own runs in, a hardware profile out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kairox_sim.commands.options import Json, ModelAs, exec_extra, print_json, progress
+from kairox_sim.commands.record import Device, Emulate, Model, Threads, TimeScale
+
+if TYPE_CHECKING:
+    from kairox_exec.calibrate import Calibration
+
+
+def calibrate(
+    model: Model,
+    out: Annotated[Path, typer.Option("-o", "--out", help="The profile (.toml) to write.")],
+    text: Annotated[
+        Path, typer.Option(help="A text file; other tokens than it will be judged on.")
+    ],
+    tokens: Annotated[int, typer.Option(help="Tokens per run, prefill included.")] = 128,
+    skip: Annotated[int, typer.Option(help="Tokens of the text to leave out first.")] = 0,
+    device: Device = "auto",
+    emulate: Emulate = None,
+    model_as: ModelAs = None,
+    time_scale: TimeScale = None,
+    threads: Threads = None,
+    as_json: Json = False,
+) -> None:
+    """Run a few settings, time every operation, and fit a profile to them.
+
+    Writes the profile and, beside it, a .json with the fits and the runs, which `validate` reads.
+    It holds for the model (or --as) and the machine it was made with. Close other programs first.
+
+    Example: kairox calibrate --model experiments/models/tiny-reglu
+    --text experiments/prompts/prose.txt --device emulated --emulate emu-pc1 --as prosparse-7b
+    -o hw.toml
+    """
+    with exec_extra():
+        from kairox_exec.live import set_threads
+        from kairox_exec.live_run import ForcedText, machine_for
+        from kairox_exec.live_run import calibrate as run
+
+    set_threads(threads or 1)
+    machine = machine_for(model, device, emulate=emulate, model_as=model_as, time_scale=time_scale)
+    with progress() as bar:
+        task = bar.add_task("calibrating", total=None)
+        result = run(
+            model,
+            ForcedText([text], tokens=tokens, skip=skip),
+            machine,
+            model_as=model_as,
+            on_run=lambda what, done, of: bar.update(
+                task, description=what, completed=done, total=of
+            ),
+        )
+    path = result.dump(out)
+    if as_json:
+        print_json(
+            {
+                "profile": str(path),
+                "fits": result.fits,
+                "runs": result.runs,
+                "conditions": result.conditions,
+            }
+        )
+        return
+    print_calibration(result, path)
+
+
+def print_calibration(result: Calibration, path: Path) -> None:
+    """The fits as a table, and where the profile is."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=f"{result.profile.name}: {result.conditions['time']}")
+    table.add_column("operation")
+    table.add_column("fixed", justify="right")
+    table.add_column("rate", justify="right")
+    table.add_column("how")
+    for fit in result.fits:
+        rate = f"{fit['per_s'] / 1e9:.4g} GB/s"
+        table.add_row(fit["what"], f"{fit['fixed_s'] * 1e6:.1f} us", rate, fit["how"])
+    for policy, cost in result.profile.decide.items():
+        how = cost.fixed_s.source.rpartition(": ")[2]
+        per_swap = f"{cost.per_swap_s.value * 1e6:.1f} us a swap"
+        table.add_row(f"decide, {policy}", f"{cost.fixed_s.value * 1e6:.1f} us", per_swap, how)
+    console = Console()
+    console.print(table)
+    console.print(f"profile: {path}", soft_wrap=True)
