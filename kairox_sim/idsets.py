@@ -1,4 +1,4 @@
-"""Sets of neuron ids as the cache takes them: checked, sorted, unique, int32. And counts of them."""
+"""Sets of neuron ids as the cache takes them: checked, sorted, unique, int32; and their counts."""
 
 from __future__ import annotations
 
@@ -56,10 +56,11 @@ class Marks:
         return n
 
     def n_common(self, ids: Ids, others: Ids) -> int:
-        """How many of `ids` are in `others`."""
-        if ids.size == 0 or others.size == 0:
+        """How many are in both. Each must be without repetition."""
+        few, many = (ids, others) if ids.size < others.size else (others, ids)
+        if few.size == 0:
             return 0
-        self._mark[others] = True
-        n = int(np.count_nonzero(self._mark[ids]))
-        self._mark[others] = False
+        self._mark[few] = True
+        n = int(np.count_nonzero(self._mark.take(many)))
+        self._mark[few] = False
         return n
