@@ -195,10 +195,12 @@ def test_a_swap_more_or_less_is_a_difference() -> None:
 
 def test_a_call_the_cache_refuses_is_a_difference() -> None:
     events = replaced(small_log(), 1, Committed((0, 0)))
-    (difference,) = replay(events, fresh()).differences
-    assert difference.what == "commit of swaps [0, 0]"
-    assert difference.logged == "accepted"
-    assert "not in flight" in difference.replayed
+    refused, *after = replay(events, fresh()).differences
+    assert refused.what == "commit of swaps [0, 0]"
+    assert refused.logged == "accepted"
+    assert "not in flight" in refused.replayed
+    # Nothing landed, so that 1 and 2 are late in the lookup that follows, and stay where they are.
+    assert {d.what for d in after} >= {f"lookup of layer 0: {n}" for n in ("on_time", "late")}
 
 
 def test_another_policy_differs() -> None:
@@ -385,6 +387,15 @@ def test_a_batch_that_is_missing_or_repeated_is_damage(tmp_path) -> None:
                 out.write_batch(batches[i][0], custom_metadata=batches[i][1])
         with pytest.raises(KairoxError, match=r"damaged at byte offset .*: batch \d was due"):
             read_call_log(path)
+
+
+def test_two_logs_in_one_file_are_damage(tmp_path) -> None:
+    path = tmp_path / "c"
+    with CallLogWriter(path, HEADER) as writer:
+        writer.write(small_log()[0])
+    path.write_bytes(path.read_bytes() * 2)
+    with pytest.raises(KairoxError, match="it ends, and yet goes on"):
+        read_call_log(path, allow_cut=True)
 
 
 def test_other_files_are_refused(tmp_path) -> None:
