@@ -115,18 +115,19 @@ class Link:
     def give(self, transfer: Transfer) -> None:
         (self._urgent if transfer.kind != "swap" else self._swaps).append(transfer)
 
-    def advance(self, until_ns: int) -> None:
+    def advance(self, until_ns: int, *, wait: bool = False) -> None:
         """Settle every transfer that has started by `until_ns` and whose real copy is made.
 
-        Where the caller is ahead of the real clock, copies get until their modelled end.
+        Where the caller is ahead of the real clock, copies get until their modelled end; with
+        `wait` as long as they take.
         """
-        while self._settle_next(until_ns):
+        while self._settle_next(until_ns, wait=wait):
             pass
 
     def settle(self, transfer: Transfer) -> None:
         """Settle up to and including `transfer`, waiting for the real copies."""
         while not transfer.t1_ns:
-            if not self._settle_next(None):
+            if not self._settle_next(None, wait=True):
                 raise RuntimeError(f"{transfer.kind} of layer {transfer.layer} is not on the link")
 
     def drop_waiting(self) -> None:
@@ -134,8 +135,8 @@ class Link:
         self._urgent.clear()
         self._swaps.clear()
 
-    def _settle_next(self, until_ns: int | None) -> bool:
-        """Settle the transfer that starts next, if by `until_ns` (None: whenever, and wait)."""
+    def _settle_next(self, until_ns: int | None, *, wait: bool) -> bool:
+        """Settle the transfer that starts next, if by `until_ns` (None: whenever)."""
         given = [waiting[0].given_ns for waiting in (self._urgent, self._swaps) if waiting]
         if not given:
             return False
@@ -149,8 +150,8 @@ class Link:
         job = transfer.job
         if job is not None:
             if not job.done.is_set():
-                left_ns = None if until_ns is None else modelled_ns - time.monotonic_ns()
-                if not job.done.wait(None if left_ns is None else max(0, left_ns) / NS):
+                left_ns = max(0, modelled_ns - time.monotonic_ns())
+                if not job.done.wait(None if wait else left_ns / NS):
                     return False
             real_ns = job.t1_ns
             if not self._paced:

@@ -232,6 +232,8 @@ def test_paced_ops_last_as_modelled_or_are_overruns(costs: CostModel) -> None:
     assert by_kind["residual"].t0_ns == by_kind["x"].t1_ns + handover_ns
     assert by_kind["partial sums"].t0_ns >= by_kind["residual"].t1_ns
     assert by_kind["cpu"].t1_ns == by_kind["partial sums"].t1_ns + handover_ns
+    swaps = [op for op in device.ops if op.kind == "swap"]
+    assert swaps[0].t0_ns == by_kind["decide"].t1_ns  # given when deciding ends, not before
     assert by_kind["swap"].size == Size(neurons=2, n_bytes=costs.swap_bytes(2))
 
 

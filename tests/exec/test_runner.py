@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from math import isnan
 from pathlib import Path
@@ -19,6 +20,7 @@ from kairox_exec.device import EmulatedDevice
 from kairox_exec.families import decoder_layers, family_of, load_dense
 from kairox_exec.ffn import LayerStep
 from kairox_exec.kernels import numba_cpu, torch_ref
+from kairox_exec.oplog import NS, busy_s
 from kairox_exec.runner import Runner, _kv_argument, load
 from kairox_exec.sampling import Choose, greedy, sampler
 from kairox_exec.text import load_tokenizer
@@ -292,6 +294,44 @@ def test_copies_in_flight_at_the_end_are_cancelled(tiny_reglu_dir: Path) -> None
         assert runner.finish() == ending
         with pytest.raises(RuntimeError, match="has been finished"):
             next(runner.run([[1]]))
+
+
+def test_a_copy_across_steps_counts_in_both(tiny_reglu_dir: Path) -> None:
+    """swap_busy_s is the part of every swap that lies inside the step, whenever it was logged."""
+    costs = costs_for(
+        load_profile("emu-pc1"), find_shape("tiny-reglu"), "exact", trace_layers=6,
+        trace_neurons=896, predictor="lookahead",
+    )  # fmt: skip
+    with (
+        # A swap takes longer than the head that follows its plan.
+        EmulatedDevice(replace(costs, h2d_copy_fixed_s=5 * costs.head_s(1))) as device,
+        load(tiny_reglu_dir, _cache(), device, trigger="attn_out") as runner,
+    ):
+        runner.keep_ops = True
+        records = _records(runner, [5, 9, 6, 5], prefill=1)
+        ops = runner.ops
+    starts = [op.t0_ns for op in ops if op.kind == "attention" and op.layer == 0]
+    swaps = [op for op in ops if op.kind == "swap"]
+    across = 0
+    for began_ns, record in zip(starts, records, strict=True):
+        ended_ns = began_ns + round(record.wall_s * NS)
+        assert record.swap_busy_s == pytest.approx(busy_s(swaps, began_ns, ended_ns), rel=1e-6)
+        across += sum(op.t0_ns < ended_ns < op.t1_ns for op in swaps)
+    assert across > 1
+
+
+def test_the_controller_sees_every_record(tiny_reglu_dir: Path) -> None:
+    events: list[Any] = []
+    with (
+        EmulatedDevice() as device,
+        load(tiny_reglu_dir, _cache("tam", controller=Anb(), journal=events.append), device) as r,
+    ):
+        records = _records(r, np.arange(12), prefill=4)
+    ended = [event for event in events if type(event).__name__ == "StepEnded"]
+    assert [event.record for event in ended] == records
+    assert [r.threshold_scale for r in records[1:]] == [e.knobs.threshold_scale for e in ended[:-1]]
+    assert isinstance(r.cache.controller, Anb)
+    assert ended[-1].knobs == r.cache.controller.knobs
 
 
 def test_stand_in_costs_are_charged(tiny_reglu_dir: Path) -> None:
