@@ -278,17 +278,17 @@ class NeuronCache:
 
     def _apply(self, layer: int, promote: Ids, evict: Ids) -> list[Swap]:
         state, slot_of = self.state[layer], self.slot_of[layer]
-        freed = slot_of[evict]
-        unused = self._unused[layer]
-        wasted = int(np.count_nonzero(unused[evict]))
-        unused[evict] = False
-        state[evict], slot_of[evict] = ABSENT, -1
-        self._wasted += wasted
-        self.totals["wasted"] += wasted
-        self._evictions += evict.size
-
-        # Slots freed here are taken first, in the order of `evict`, so that swaps can name them.
-        free = np.concatenate([self._free[layer], freed[::-1]])
+        free = self._free[layer]
+        if evict.size:
+            # Slots freed here are taken first, in the order of `evict`, so that swaps name them.
+            free = np.concatenate([free, slot_of[evict][::-1]])
+            unused = self._unused[layer]
+            wasted = int(np.count_nonzero(unused[evict]))
+            unused[evict] = False
+            state[evict], slot_of[evict] = ABSENT, -1
+            self._wasted += wasted
+            self.totals["wasted"] += wasted
+            self._evictions += evict.size
         slots = free[::-1][: promote.size].copy()
         self._free[layer] = free[: free.size - promote.size]
         state[promote], slot_of[promote] = ARRIVING, slots
@@ -311,10 +311,12 @@ class NeuronCache:
         if promote.size > room:
             raise KairoxError(f"{name} promotes {promote.size} neurons; {room} fit")
         for what, ids, allowed in (("promotes", promote, ABSENT), ("evicts", evict, RESIDENT)):
+            if ids.dtype == np.int32 and ids.size == 0:
+                continue
             # As unsigned, what is negative is too large as well.
-            if ids.dtype != np.int32 or (ids.size and ids.view(np.uint32).max() >= self.n_neurons):
+            if ids.dtype != np.int32 or ids.view(np.uint32).max() >= self.n_neurons:
                 raise KairoxError(f"{name} {what} ids that are not int32 neurons of the layer")
-            if self._marks.n_distinct(ids) != ids.size or (state[ids] != allowed).any():
+            if self._marks.n_distinct(ids) != ids.size or (state.take(ids) != allowed).any():
                 raise KairoxError(
                     f"{name} {what} neurons twice or not in state {allowed} "
                     "(0 absent, 1 arriving, 2 resident, 3 pinned)"

@@ -31,7 +31,7 @@ class Lru:
 
     def observe(self, layer: int, seen: Ids, share: Share | None) -> None:
         self.calls[layer] += 1
-        self.last_use[layer, seen] = self.calls[layer]
+        self.last_use[layer][seen.astype(np.intp)] = self.calls[layer]
 
     def plan(
         self, layer: int, seen: Ids, state: State, free_slots: int, limit: int, knobs: Knobs
@@ -53,7 +53,7 @@ class Lfu:
         self.uses = np.zeros((n_layers, n_neurons), np.int64)
 
     def observe(self, layer: int, seen: Ids, share: Share | None) -> None:
-        self.uses[layer, seen] += 1
+        self.uses[layer][seen.astype(np.intp)] += 1
 
     def plan(
         self, layer: int, seen: Ids, state: State, free_slots: int, limit: int, knobs: Knobs
