@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import cycle
+from math import isnan
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 from kairox_sim.cache import NeuronCache
 from kairox_sim.controllers import Controller, Fixed
 from kairox_sim.events import Cancelled, Committed, Event, LookedUp, Planned
-from kairox_sim.policies import POLICIES
+from kairox_sim.policies import POLICIES, Lru
 from kairox_sim.policies.base import Observes, Policy, Trigger
 from kairox_sim.record import StepRecord
 
@@ -316,3 +317,39 @@ def busy(trigger: Trigger, observes: Observes, **changed: object) -> Run:
     luck = rng.integers(0, 24, 97).tolist()
     run = Run(24, [9, 7, 0], steps, trigger, observes, luck, threshold_scale=0.25)
     return replace(run, **changed)
+
+
+def small_log() -> list:
+    """LRU, serial, 2 slots: events 0 plan, 1 commit, 2 lookup, 3 plan, 4 cancel, 5 end_step."""
+    run = Run(8, [2], [], "serial", "predicted")
+    cache = run.cache(Lru(1, 8), Fixed())
+    events: list = []
+    cache.journal = events.append
+    cache.plan(0, [1, 2])
+    cache.commit([0])
+    cache.lookup(0, [1, 2, 3], [1])
+    cache.plan(0, [3])
+    cache.cancel(1)
+    cache.end_step(StepRecord.with_unknown(step=7))
+    return events
+
+
+def fresh() -> NeuronCache:
+    return Run(8, [2], [], "serial", "predicted").cache(Lru(1, 8), Fixed())
+
+
+def ids(*values: int) -> np.ndarray:
+    return np.array(values, np.int32)
+
+
+def plain(value):
+    """Events as nested tuples, nan as text, so that == compares them."""
+    if isinstance(value, np.ndarray):
+        return (str(value.dtype), value.tolist())
+    if isinstance(value, float) and isnan(value):
+        return "nan"
+    if isinstance(value, list | tuple):
+        return tuple(plain(v) for v in value)
+    if hasattr(value, "__dataclass_fields__"):
+        return (type(value).__name__, *(plain(getattr(value, n)) for n in type(value).__slots__))
+    return value

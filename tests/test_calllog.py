@@ -1,7 +1,7 @@
 """The call log says what was called, in order; replaying it repeats every decision bit for bit."""
 
 import json
-from dataclasses import astuple, replace
+from dataclasses import astuple
 from math import isnan
 from typing import get_args
 
@@ -11,7 +11,7 @@ import polars
 import pyarrow as pa
 import pyarrow.ipc as ipc
 import pytest
-from driving import LayerStep, Run, busy, drive
+from driving import LayerStep, Run, busy, drive, fresh, ids, plain, small_log
 
 from kairox_sim.calllog import CallLogWriter, call_log_header, read_call_log, rebuild, replay
 from kairox_sim.controllers import Anb, Fixed, Knobs
@@ -50,19 +50,6 @@ def logged(tmp_path, name: str, run: Run, controller=None, **given):
         for swap_id in list(cache.in_flight)[:1]:
             cache.cancel(swap_id)
     return path, told
-
-
-def plain(value):
-    """Events as nested tuples, nan as text, so that == compares them."""
-    if isinstance(value, np.ndarray):
-        return (str(value.dtype), value.tolist())
-    if isinstance(value, float) and isnan(value):
-        return "nan"
-    if isinstance(value, list | tuple):
-        return tuple(plain(v) for v in value)
-    if hasattr(value, "__dataclass_fields__"):
-        return (type(value).__name__, *(plain(getattr(value, n)) for n in type(value).__slots__))
-    return value
 
 
 @pytest.mark.parametrize("per_batch", [50, 10_000])
@@ -106,130 +93,6 @@ def test_g1_a_replayed_log_repeats_every_decision(tmp_path, name: str, trigger: 
         scales = {e.knobs.threshold_scale for e in events if isinstance(e, StepEnded)}
         assert len(scales) > 5
     fresh.check()
-
-
-# -- replay bites ---------------------------------------------------------------------------------
-
-
-def small_log() -> list:
-    """LRU, serial, 2 slots: events 0 plan, 1 commit, 2 lookup, 3 plan, 4 cancel, 5 end_step."""
-    run = Run(8, [2], [], "serial", "predicted")
-    cache = run.cache(Lru(1, 8), Fixed())
-    events: list = []
-    cache.journal = events.append
-    cache.plan(0, [1, 2])
-    cache.commit([0])
-    cache.lookup(0, [1, 2, 3], [1])
-    cache.plan(0, [3])
-    cache.cancel(1)
-    cache.end_step(StepRecord.with_unknown(step=7))
-    return events
-
-
-def fresh() -> object:
-    return Run(8, [2], [], "serial", "predicted").cache(Lru(1, 8), Fixed())
-
-
-def ids(*values: int) -> np.ndarray:
-    return np.array(values, np.int32)
-
-
-def changed_swap(events: list, at: int, **changed: object) -> list:
-    plan = events[at]
-    return replaced(events, at, replace(plan, swaps=(replace(plan.swaps[0], **changed),)))
-
-
-def changed_split(events: list, **changed: object) -> list:
-    split = replace(events[2].split, **changed)
-    return replaced(events, 2, replace(events[2], split=split))
-
-
-def replaced(events: list, at: int, event: object) -> list:
-    return [*events[:at], event, *events[at + 1 :]]
-
-
-@pytest.mark.parametrize(
-    ("change", "call", "what"),
-    [
-        (lambda e: changed_swap(e, 0, id=5), 0, "plan of layer 0: swaps[0].id"),
-        (lambda e: changed_swap(e, 0, layer=1), 0, "plan of layer 0: swaps[0].layer"),
-        (lambda e: changed_swap(e, 0, promote=ids(2, 1)), 0, "plan of layer 0: swaps[0].promote"),
-        (lambda e: changed_swap(e, 0, slots=ids(1, 0)), 0, "plan of layer 0: swaps[0].slots"),
-        (lambda e: changed_swap(e, 3, evict=ids(2)), 3, "plan of layer 0: swaps[0].evict"),
-        (lambda e: replaced(e, 3, replace(e[3], evicted=ids(2))), 3, "plan of layer 0: evicted"),
-        (lambda e: changed_split(e, hit_resident=1), 2, "lookup of layer 0: hit_resident"),
-        (lambda e: changed_split(e, on_time=ids(1)), 2, "lookup of layer 0: on_time"),
-        (lambda e: changed_split(e, residual=ids()), 2, "lookup of layer 0: residual"),
-        (lambda e: changed_split(e, late=ids(3)), 2, "lookup of layer 0: late"),
-        (
-            lambda e: replaced(e, 5, replace(e[5], knobs=Knobs(threshold_scale=1 + 2**-52))),
-            5,
-            "end_step of step 7: threshold_scale",
-        ),
-        (
-            lambda e: replaced(e, 5, replace(e[5], knobs=Knobs(max_swaps=0))),
-            5,
-            "end_step of step 7: max_swaps",
-        ),
-        (
-            lambda e: replaced(e, 5, replace(e[5], knobs=Knobs(decay=0.9))),
-            5,
-            "end_step of step 7: decay",
-        ),
-    ],
-)
-def test_one_changed_value_is_one_difference(change, call: int, what: str) -> None:
-    assert replay(small_log(), fresh()).differences == []
-    (difference,) = replay(change(small_log()), fresh()).differences
-    assert (difference.call, difference.what) == (call, what)
-    assert plain(difference.logged) != plain(difference.replayed)
-
-
-def test_a_swap_more_or_less_is_a_difference() -> None:
-    events = small_log()
-    gone = replaced(events, 0, replace(events[0], swaps=()))
-    found = {d.what: (d.logged, d.replayed) for d in replay(gone, fresh()).differences}
-    assert found["plan of layer 0: swaps[0].id"] == (None, 0)
-    assert len(found) == 5
-
-
-def test_a_call_the_cache_refuses_is_a_difference() -> None:
-    events = replaced(small_log(), 1, Committed((0, 0)))
-    refused, *after = replay(events, fresh()).differences
-    assert refused.what == "commit of swaps [0, 0]"
-    assert refused.logged == "accepted"
-    assert "not in flight" in refused.replayed
-    # Nothing landed, so that 1 and 2 are late in the lookup that follows, and stay where they are.
-    assert {d.what for d in after} >= {f"lookup of layer 0: {n}" for n in ("on_time", "late")}
-
-
-def test_another_policy_differs() -> None:
-    run = busy("after", "active")
-    cache = run.cache("lru")
-    events: list = []
-    cache.journal = events.append
-    drive(cache, run)
-    assert replay(events, run.cache("lru")).differences == []
-    assert replay(events, run.cache("lfu")).differences != []
-
-
-def test_replay_leaves_the_journal_alone() -> None:
-    cache = fresh()
-    told: list = []
-    cache.journal = told.append
-    replay(small_log(), cache)
-    assert told == []
-    cache.commit([])
-    assert len(told) == 1
-
-
-def test_replay_refuses_a_cache_that_is_not_fresh_or_has_other_layers() -> None:
-    cache = fresh()
-    replay(small_log(), cache)
-    with pytest.raises(KairoxError, match="fresh cache"):
-        replay(small_log(), cache)
-    with pytest.raises(KairoxError, match="layers 0 to 3, the cache has 1"):
-        replay([*small_log(), Planned(3, ids(), None, (), ids())], fresh())
 
 
 # -- the file -------------------------------------------------------------------------------------
