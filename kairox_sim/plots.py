@@ -1,0 +1,151 @@
+"""Every figure, each drawn from a table on disk; nothing here simulates.
+
+A figure function takes a DataFrame and returns a matplotlib Figure; `save` writes it. `plot_all`
+draws whatever a table has the columns for.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+from matplotlib.figure import Figure
+
+from kairox_sim.errors import KairoxError
+from kairox_sim.plot_runs import plot_controller, plot_momentum, plot_pipeline
+from kairox_sim.plot_series import drawable, middle_link
+from kairox_sim.plot_style import save
+from kairox_sim.plot_sweep import plot_budget, plot_throughput, plot_time_split
+from kairox_sim.plot_validation import plot_validation
+from kairox_sim.policies import BOUNDS
+
+__all__ = [
+    "FIGURES",
+    "plot_all",
+    "plot_budget",
+    "plot_controller",
+    "plot_momentum",
+    "plot_pipeline",
+    "plot_throughput",
+    "plot_time_split",
+    "plot_validation",
+    "read_figure_table",
+    "save",
+]
+
+_CELL = (
+    "status", "policy", "slots", "gating", "link", "machine", "costs", "prediction_label",
+    "tok_s", "tok_s_scaled",
+)  # fmt: skip
+_RUN = ("time", "costs", "gating", "prediction", "hardware")
+
+# Columns without which a figure cannot be drawn.
+FIGURES: dict[str, tuple[str, ...]] = {
+    "throughput": (*_CELL, "fits"),
+    "budget": (*_CELL, "fits", "hit_resident", "hit_on_time"),
+    "time_split": (*_CELL, "gpu_s", "wait_cpu_s", "wait_io_s", "wait_decide_s", "unexplained_s"),
+    "pipeline": ("panel", "lane", "op", "layer", "began_s", "end_s", "window_s", "step", *_RUN),
+    "momentum": (
+        "neuron", "step", "active", "momentum", "resident", "beta", "theta_promote", "theta_evict",
+    ),
+    "controller": (
+        "seq", "step", "phase", "domain", "setting", "threshold_scale", "gpu_busy_s", "cpu_busy_s",
+        "swap_busy_s", *_RUN,
+    ),
+    "validation": (
+        "setting", "live_tok_s", "live_spread", "simulated_tok_s", "null_constant_tok_s",
+        "null_linear_tok_s", "uses_lookahead_or_stall",
+    ),
+}  # fmt: skip
+ONE_FIGURE: dict[str, Callable[[pd.DataFrame], Figure]] = {
+    "pipeline": plot_pipeline,
+    "momentum": plot_momentum,
+    "controller": plot_controller,
+    "validation": plot_validation,
+}
+OnSkip = Callable[[str, str], None]
+
+
+def read_figure_table(path: str | Path) -> pd.DataFrame:
+    """A table to draw from: Parquet, or CSV by its suffix."""
+    try:
+        if Path(path).suffix.lower() == ".csv":
+            return pd.read_csv(path)
+        return pq.read_table(os.fspath(path)).to_pandas()  # type: ignore[no-any-return]
+    except (OSError, ValueError, pa.ArrowInvalid) as error:
+        raise KairoxError(
+            f"cannot read {os.fspath(path)!r} as a table: {error}; give a Parquet or .csv file "
+            "such as `kairox sweep` or `kairox validate` writes"
+        ) from error
+
+
+def plot_all(
+    table: pd.DataFrame | str | Path, out_dir: str | Path, *, on_skip: OnSkip | None = None
+) -> list[Path]:
+    """Draw every figure the table allows into `out_dir`; the files written, PNG and PDF.
+
+    A sweep's table gives a throughput figure per machine and model, and for each gating a budget
+    figure and a split of the time, on the link in the middle of those swept. on_skip(figure, why)
+    is told what was not drawn. KairoxError if nothing can be.
+    """
+    rows = table if isinstance(table, pd.DataFrame) else read_figure_table(table)
+    skipped: dict[str, str] = {}
+    paths: list[Path] = []
+    for name, needed in FIGURES.items():
+        missing = [column for column in needed if column not in rows]
+        if missing:
+            more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+            skipped[name] = f"the table has no {', '.join(missing[:3])}{more}"
+            continue
+        try:
+            parts = list(_parts(name, rows))
+        except KairoxError as error:
+            skipped[name] = str(error)
+            continue
+        for stem, draw in parts:
+            try:
+                paths += save(draw(), out_dir, stem)
+            except KairoxError as error:
+                skipped[stem] = str(error)
+    if not paths:
+        why = "; ".join(f"{name}: {reason}" for name, reason in skipped.items())
+        raise KairoxError(f"no figure can be drawn from this table. {why}")
+    if on_skip is not None:
+        for name, reason in skipped.items():
+            on_skip(name, reason)
+    return paths
+
+
+def _parts(name: str, rows: pd.DataFrame) -> Iterator[tuple[str, Callable[[], Figure]]]:
+    """(stem, draw) of each figure of one kind."""
+    if name in ONE_FIGURE:
+        yield name, partial(ONE_FIGURE[name], rows)
+        return
+    ok = rows[rows["status"] == "ok"]
+    if ok.empty:
+        raise KairoxError("no row of the table has status ok")
+    machines = ok["machine"].map(lambda text: str(text).split("+")[0])
+    several_models = ok["costs"].nunique() > 1
+    for (machine, costs), group in ok.groupby([machines, "costs"], sort=True):
+        whose = f"_{machine}" + (f"_{_slug(str(costs))}" if several_models else "")
+        if name == "throughput":
+            yield f"throughput{whose}", partial(plot_throughput, group)
+            continue
+        for gating, of_gating in group.groupby("gating", sort=True):
+            swept = of_gating[~of_gating["policy"].isin(BOUNDS)]
+            if swept.empty:
+                continue
+            if name == "budget" and swept["slots"].nunique() < 2:
+                raise KairoxError("a figure against budget needs two budgets or more")
+            link = middle_link(drawable(of_gating))
+            draw = plot_budget if name == "budget" else plot_time_split
+            yield f"{name}{whose}_{gating}_{link}", partial(draw, of_gating, link=link)
+
+
+def _slug(text: str) -> str:
+    return "".join(c if c.isalnum() else "-" for c in text).strip("-")
