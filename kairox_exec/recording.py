@@ -113,6 +113,7 @@ def record(
         tokens=tokens, skip=skip, prefill=prefill, window=window,
     )  # fmt: skip
     chosen = _with_trigger(settings or Settings(policy="all"), trigger)
+    predicts = chosen.predictor != "none"
     hardware = machine_facts() | {"device": device}
     if emulate is not None:
         profile = profile_for(chosen, model_dir, emulate, time_scale=time_scale, link=link)
@@ -125,11 +126,11 @@ def record(
         emulate=emulate,
         time_scale=time_scale,
         link=link,
-        always_predict=True,
+        always_predict=predicts,
     ) as machine:
         learnt_from = load_prior(chosen, prior)
         runner = start(
-            model_dir, chosen, machine, prior=learnt_from, kernels=kernels, always_predict=True
+            model_dir, chosen, machine, prior=learnt_from, kernels=kernels, always_predict=predicts
         )
         _require_context(runner, feeds)
         header = _header(runner, model_dir, tokenizer, feeds, hardware)
