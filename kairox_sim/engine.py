@@ -171,7 +171,7 @@ class _Engine:
             yield from self._step(step)
 
     def _step(self, step: TraceStep) -> Process:
-        began_ns, busy_before = self.gpu_ns, self._host_busy_ns()
+        began_ns, busy_before = self.gpu_ns, self.host.busy_ns()
         self.tally, self.evaluated = _Tally(), {}
         costs, lossy = self.costs, self.costs.gating == "predicted"
         knobs = self.cache.controller.knobs
@@ -281,6 +281,7 @@ class _Engine:
             self.tally.wait_decide += decide_ns
             self.gpu_ns = decided_ns
             yield from self._catch_up()
+        if decided_ns == self.gpu_ns:
             self.host.submit(swaps)
         elif swaps:
             submission = self.env.timeout(decided_ns - now_ns)
@@ -295,12 +296,9 @@ class _Engine:
         self.gpu_ns += wait_ns
         yield from self._catch_up()
         flying = self.cache.in_flight.values()
-        landing = self.host.landing_of(swap.id for swap in flying if swap.layer == layer)
-        if landing is not None:
-            self.waits_for = f"copies for layer {layer}"
-            yield landing
-            self.tally.wait_io += self._now_ns - self.gpu_ns
-            self.gpu_ns = self._now_ns
+        landing_ns = self.host.landing_ns([swap for swap in flying if swap.layer == layer])
+        self.tally.wait_io += landing_ns - self.gpu_ns
+        self.gpu_ns = landing_ns
 
     def _poll(self) -> tuple[int, ...]:
         self.n_polls += 1
@@ -315,12 +313,6 @@ class _Engine:
 
     # -- what is written down -------------------------------------------------------------------
 
-    def _host_busy_ns(self) -> tuple[int, int, int]:
-        """(CPU pool, swaps on the link, activations) up to now."""
-        self.host.settle()
-        host = self.host
-        return host.cpu_busy_ns, host.traffic.swap_busy_ns(self._now_ns), host.act_busy_ns
-
     def _end_step(
         self,
         step: TraceStep,
@@ -330,7 +322,7 @@ class _Engine:
     ) -> None:
         tally, counts = self.tally, self.cache.take_counts()
         cpu_ns, swap_ns, act_ns = (
-            now - before for now, before in zip(self._host_busy_ns(), busy_before, strict=True)
+            now - before for now, before in zip(self.host.busy_ns(), busy_before, strict=True)
         )
         record = StepRecord(
             seq=step.seq,

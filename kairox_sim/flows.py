@@ -37,7 +37,7 @@ class Ended(NamedTuple):
 
 @dataclass(slots=True)
 class _Flow:
-    """Bytes that move from `since_ns` on; while a copy is being set up that is still to come."""
+    """Bytes that move from `since_ns` on, which is to come while a copy is being set up."""
 
     kind: str
     key: Hashable
@@ -45,8 +45,8 @@ class _Flow:
     since_ns: int  # `left` and `rate` hold from here
     left: float  # bytes
     rate: float  # bytes/s
-    end_ns: int = NEVER
-    moving: bool = False  # set up, as far as the sharing of DRAM has taken notice
+    end_ns: int
+    moving: bool = False  # as far as the sharing of DRAM has taken notice
 
 
 @dataclass(slots=True)
@@ -57,18 +57,20 @@ class _Queued:
     keys: Sequence[Hashable]
     n_bytes: float  # each
     setup_ns: int  # each
+    alone_ns: int  # each, set-up included, while the pool does not disturb it
     n_started: int = 0
 
 
 class HostTraffic:
     """One h2d link (critical activations before swaps, a swap is not preempted) and one CPU pool.
 
-    Equal swaps are queued as one run. While the link and the pool leave each other alone, nothing
-    needs to happen when a swap ends: the landings of a whole run are worked out when asked for.
+    Nothing needs to happen when a copy ends while the pool and the link leave each other alone: the
+    landings of a whole run of equal swaps are worked out when asked for.
     """
 
     def __init__(self, h2d_bytes_per_s: float, dram_bytes_per_s: float = inf) -> None:
         self.h2d_bytes_per_s, self.dram_bytes_per_s = h2d_bytes_per_s, dram_bytes_per_s
+        self._link_rate = min(h2d_bytes_per_s, dram_bytes_per_s)  # with the pool idle
         self._swaps: deque[_Queued] = deque()
         self._critical: deque[_Queued] = deque()
         self._link: _Flow | None = None
@@ -79,22 +81,35 @@ class HostTraffic:
 
     def submit_swaps(self, keys: Sequence[Hashable], n_bytes: float, setup_ns: int) -> None:
         """Copies of `n_bytes` each, in order. They start at the next `settle`."""
-        self._swaps.append(_Queued("swap", keys, n_bytes, setup_ns))
+        alone_ns = setup_ns + _duration_ns(n_bytes, self._link_rate)
+        self._swaps.append(_Queued("swap", keys, n_bytes, setup_ns, alone_ns))
 
-    def submit_critical(self, key: Hashable, n_bytes: float, setup_ns: int) -> None:
-        """A copy that goes ahead of every swap that has not begun."""
-        self._critical.append(_Queued("critical", (key,), n_bytes, setup_ns))
+    def submit_critical(self, key: Hashable, n_bytes: float, setup_ns: int, now_ns: int) -> int:
+        """A copy that goes before every swap that has not begun; returns when it ends.
 
-    def start_cpu(self, key: Hashable, n_bytes: float, cap: float, now_ns: int) -> None:
-        """The pool begins to read. Call after `settle(now_ns)`."""
-        if self._cpu is not None:
+        The caller lets the pool rest until then, so that nothing can change it. Call after
+        `settle(now_ns)` has returned everything that ended.
+        """
+        if self._cpu is not None or self._critical:
+            raise RuntimeError("a critical copy with the pool, or another one, still at work")
+        alone_ns = setup_ns + _duration_ns(n_bytes, self._link_rate)
+        self._critical.append(_Queued("critical", (key,), n_bytes, setup_ns, alone_ns))
+        return (now_ns if self._link is None else self._link.end_ns) + alone_ns
+
+    def submit_cpu(
+        self, key: Hashable, n_bytes: float, cap: float, begins_ns: int, now_ns: int
+    ) -> None:
+        """The pool reads `n_bytes` from `begins_ns` on. Call after `settle(now_ns)`."""
+        link = self._link
+        if self._cpu is not None or self._critical or (link and link.kind == "critical"):
             raise RuntimeError("the CPU pool works on one layer-step at a time")
-        self._cpu = _Flow("cpu", key, now_ns, now_ns, n_bytes, 0.0)
+        rate = min(cap, self.dram_bytes_per_s)
+        end_ns = begins_ns + _duration_ns(n_bytes, rate)
+        self._cpu = _Flow("cpu", key, begins_ns, begins_ns, n_bytes, rate, end_ns)
         self._cpu_cap = cap
         self._contended = self.h2d_bytes_per_s + cap > self.dram_bytes_per_s
-        if self._link is not None:
-            self._link.moving = self._link.since_ns <= now_ns
-        self._share(now_ns)
+        if link is not None:
+            link.moving = link.since_ns <= now_ns
 
     def settle(self, now_ns: int) -> list[Ended]:
         """What ended at or before `now_ns`, in order of time; when nothing did, start what can.
@@ -104,42 +119,60 @@ class HostTraffic:
         """
         ended: list[Ended] = []
         while True:
-            cpu_ns = NEVER if self._cpu is None else self._cpu.end_ns
-            link_ns = self._link_change_ns()
-            at_ns = min(cpu_ns, link_ns)
-            if at_ns > now_ns:
+            cpu, link = self._cpu, self._link
+            cpu_ns = NEVER if cpu is None else self._change_ns(cpu)
+            link_ns = NEVER if link is None else self._change_ns(link)
+            if cpu_ns > now_ns and link_ns > now_ns:
                 break
-            if at_ns == cpu_ns:
-                assert self._cpu is not None
-                ended.append(Ended(at_ns, "cpu", self._cpu.key, self._cpu.began_ns))
-                self._cpu = None
-                self._share(at_ns)
-                self._contended = False
+            if cpu is not None and cpu_ns <= link_ns:
+                if cpu.end_ns == cpu_ns:
+                    ended.append(Ended(cpu_ns, "cpu", cpu.key, cpu.began_ns))
+                    self._cpu = None
+                else:
+                    cpu.moving = True
+                self._share(cpu_ns)
+                self._contended = self._contended and self._cpu is not None
                 continue
-            assert self._link is not None
-            if self._link.end_ns > at_ns:  # set up: its bytes begin to move
-                self._link.moving = True
-                self._share(at_ns)
-                continue
-            ended.append(self._end_link())
-            if at_ns < now_ns:  # nobody submitted anything in between, or we would have been asked
-                self._start_link(at_ns)
-            self._share(at_ns)
-        if not ended and self._link is None and self._start_link(now_ns):
-            self._share(now_ns)
+            assert link is not None
+            if link.end_ns == link_ns:
+                ended.append(Ended(link_ns, link.kind, link.key, link.began_ns))
+                if link.kind == "swap":
+                    self._swap_busy_ns += link_ns - link.began_ns
+                self._link = None
+                # Nobody submitted anything in between, or we would have been asked.
+                if link_ns < now_ns:
+                    self._start_link(link_ns)
+            else:
+                link.moving = True
+            if self._contended:
+                self._share(link_ns)
+        if not ended and self._link is None:
+            self._start_link(now_ns)
         return ended
 
-    def next_change_ns(self, *, each_copy: bool = False) -> int:
-        """When to settle next if nothing is submitted; NEVER when that makes no difference.
-
-        A swap that lands while nobody waits for the link makes none, unless `each_copy` is asked.
-        """
-        at_ns = NEVER if self._cpu is None else self._cpu.end_ns
-        if self._link is not None and (
-            each_copy or self._contended or self._critical or self._link.kind == "critical"
-        ):
-            at_ns = min(at_ns, self._link_change_ns())
+    def next_change_ns(self) -> int:
+        """When to settle next if nothing is submitted; NEVER when it can wait until one asks."""
+        if self._cpu is None:
+            return NEVER
+        at_ns = self._change_ns(self._cpu)
+        if self._contended and self._link is not None:
+            at_ns = min(at_ns, self._change_ns(self._link))
         return at_ns
+
+    def landing_ns(self, key: Hashable) -> int:
+        """When a swap that has not ended will, if the pool stays idle until then."""
+        if self._cpu is not None or self._link is None:
+            raise RuntimeError("landings are certain only while the pool is idle, after settling")
+        at_ns = self._link.end_ns
+        if self._link.key == key:
+            return at_ns
+        at_ns += sum(run.alone_ns for run in self._critical)
+        for run in self._swaps:
+            waiting = run.keys[run.n_started :]
+            if key in waiting:
+                return at_ns + (1 + waiting.index(key)) * run.alone_ns
+            at_ns += len(waiting) * run.alone_ns
+        raise RuntimeError(f"{key!r} is neither on the link nor waiting for it")
 
     def swap_busy_ns(self, now_ns: int) -> int:
         """Time the link has carried swaps up to now. Call after `settle(now_ns)`."""
@@ -154,60 +187,50 @@ class HostTraffic:
 
     # -- inside ---------------------------------------------------------------------------------
 
-    def _link_change_ns(self) -> int:
-        """When the copy on the link ends, or, where that matters, begins to move its bytes."""
-        link = self._link
-        if link is None:
-            return NEVER
-        return link.since_ns if self._contended and not link.moving else link.end_ns
+    def _change_ns(self, flow: _Flow) -> int:
+        """When a flow ends, or, where that matters to the other one, begins to move its bytes."""
+        return flow.since_ns if self._contended and not flow.moving else flow.end_ns
 
-    def _end_link(self) -> Ended:
-        flow = self._link
-        assert flow is not None
-        if flow.kind == "swap":
-            self._swap_busy_ns += flow.end_ns - flow.began_ns
-        self._link = None
-        return Ended(flow.end_ns, flow.kind, flow.key, flow.began_ns)
-
-    def _start_link(self, now_ns: int) -> bool:
+    def _start_link(self, now_ns: int) -> None:
         """Put the next copy on the idle link, if there is one."""
         queue = self._critical or self._swaps
         if not queue:
-            return False
+            return
         run = queue[0]
         key = run.keys[run.n_started]
         run.n_started += 1
         if run.n_started == len(run.keys):
             queue.popleft()
-        flow = _Flow(run.kind, key, now_ns, now_ns + run.setup_ns, run.n_bytes, 0.0)
-        flow.moving = run.setup_ns == 0
-        _set_rate(flow, min(self.h2d_bytes_per_s, self.dram_bytes_per_s), now_ns)
-        self._link = flow
-        return True
+        self._link = _Flow(
+            run.kind, key, now_ns, now_ns + run.setup_ns, run.n_bytes, self._link_rate,
+            now_ns + run.alone_ns,
+        )  # fmt: skip
 
     def _share(self, now_ns: int) -> None:
-        """Recompute the rates: called at each start and end, and nowhere else."""
+        """Recompute the rates: called when a flow begins or ends to move, and nowhere else."""
         link, cpu = self._link, self._cpu
-        if cpu is None:
-            if link is not None and self._contended:
-                _set_rate(link, min(self.h2d_bytes_per_s, self.dram_bytes_per_s), now_ns)
-        elif link is not None and self._contended and link.moving:
+        link_rate, cpu_rate = self._link_rate, min(self._cpu_cap, self.dram_bytes_per_s)
+        if link is not None and cpu is not None and link.moving and cpu.moving:
             caps = (self.h2d_bytes_per_s, self._cpu_cap)
             link_rate, cpu_rate = water_fill(caps, self.dram_bytes_per_s)
+        if link is not None:
             _set_rate(link, link_rate, now_ns)
+        if cpu is not None:
             _set_rate(cpu, cpu_rate, now_ns)
-        else:
-            _set_rate(cpu, min(self._cpu_cap, self.dram_bytes_per_s), now_ns)
 
 
 def _set_rate(flow: _Flow, rate: float, now_ns: int) -> None:
     if rate == flow.rate:
         return
-    if rate <= 0:
-        raise RuntimeError(f"{flow.kind} {flow.key!r} would move at {rate} bytes/s")
     if now_ns > flow.since_ns:
         flow.left = max(0.0, flow.left - flow.rate * (now_ns - flow.since_ns) / NS)
         flow.since_ns = now_ns
     flow.rate = rate
+    flow.end_ns = flow.since_ns + _duration_ns(flow.left, rate)
+
+
+def _duration_ns(n_bytes: float, bytes_per_s: float) -> int:
+    if bytes_per_s <= 0:
+        raise RuntimeError(f"{n_bytes} bytes would move at {bytes_per_s} bytes/s")
     # Rounded up, with 1e-6 ns of slack: a quotient a hair above a whole ns is that ns.
-    flow.end_ns = flow.since_ns + max(0, ceil(flow.left / rate * NS - 1e-6))
+    return max(0, ceil(n_bytes / bytes_per_s * NS - 1e-6))

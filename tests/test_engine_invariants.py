@@ -317,15 +317,15 @@ def test_a_machine_k_times_as_fast_takes_a_kth_of_the_time(case, k):
 @pytest.fixture
 def fifo(monkeypatch):
     """One queue for the link, without priorities."""
-    monkeypatch.setattr(HostTraffic, "__init__", _without_priorities(HostTraffic.__init__))
+    monkeypatch.setattr(HostTraffic, "submit_critical", _behind_everything)
 
 
-def _without_priorities(init):
-    def __init__(self, *args, **kwargs):  # noqa: N807
-        init(self, *args, **kwargs)
-        self._critical = self._swaps
-
-    return __init__
+def _behind_everything(traffic, key, n_bytes, setup_ns, now_ns):
+    traffic.submit_swaps([key], n_bytes, setup_ns)
+    queue = traffic._swaps
+    queue[-1].kind = "critical"
+    start_ns = now_ns if traffic._link is None else traffic._link.end_ns
+    return start_ns + sum(run.alone_ns * (len(run.keys) - run.n_started) for run in queue)
 
 
 # With a planner that blocks and plans ahead of the FFN, what is queued on the link is always in the

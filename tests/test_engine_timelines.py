@@ -503,6 +503,15 @@ def test_on_step_sees_every_record():
 
 
 def test_a_host_that_never_answers_is_named(monkeypatch):
-    monkeypatch.setattr(HostTraffic, "start_cpu", lambda *_: None)
+    monkeypatch.setattr(HostTraffic, "submit_cpu", lambda *_: None)
     with pytest.raises(RuntimeError, match="gpu waits for the host's partial sums of layer 0"):
         simulate([BOTH], new_cache(NoneResident(2, 8), slots=0), costs(), predictions=None)
+
+
+def test_a_stall_for_a_decision_that_takes_no_time():
+    cache = new_cache(Scripted(([0, 1], [])), n_layers=1)
+    model = costs(decide=0, decide_per_swap=0, predict=0, gate=0)
+    run = simulate([[[[0, 1]]]], cache, model, n_layers=1, trigger="serial")
+    # Planned, submitted and waited for at 100: the copy is 100-110.
+    assert lanes(run)["h2d"] == [("swap", 0, 100, 110)]
+    assert ns(run.records[0], "wait_io_s", "wait_decide_s", "decide_s") == [10, 0, 0]

@@ -97,7 +97,8 @@ def test_pool_and_link_share_dram():
     traffic = HostTraffic(4 * GB, 8 * GB)
     traffic.submit_swaps("a", 100, 10)
     settle_all(traffic, 0)
-    traffic.start_cpu("rows", 200, 6 * GB, 0)
+    traffic.submit_cpu("rows", 200, 6 * GB, 0, 0)
+    settle_all(traffic, 0)
     assert traffic.next_change_ns() == 10
     assert settle_all(traffic, 10) == []
     assert traffic.next_change_ns() == 35
@@ -108,14 +109,16 @@ def test_pool_and_link_share_dram():
 
 
 def test_a_pool_that_starts_slows_a_copy_that_is_moving():
-    # Link 6, pool 8, DRAM 8 bytes/ns: together 4 each.
+    # Link 6, pool 8, DRAM 8 bytes/ns: together 4 each. The pool is woken at 3 and reads from 10.
     # Swap of 120 bytes at 6: 60 by ns 10, then 4 each; 60 / 4 = 15: lands at 25.
     # Pool of 100 bytes: 60 by 25, the other 40 at 8: 30.
     traffic = HostTraffic(6 * GB, 8 * GB)
     traffic.submit_swaps("a", 120, 0)
     settle_all(traffic, 0)
-    settle_all(traffic, 10)
-    traffic.start_cpu("rows", 100, 8 * GB, 10)
+    settle_all(traffic, 3)
+    traffic.submit_cpu("rows", 100, 8 * GB, 10, 3)
+    assert traffic.next_change_ns() == 10
+    assert settle_all(traffic, 10) == []
     assert settle_all(traffic, 25) == [(25, "swap", "a")]
     assert settle_all(traffic, 30) == [(30, "cpu", "rows")]
 
@@ -124,15 +127,12 @@ def test_critical_goes_before_waiting_swaps_and_preempts_none():
     traffic = HostTraffic(1 * GB)
     traffic.submit_swaps("abc", 10, 0)
     settle_all(traffic, 0)
-    assert traffic.next_change_ns() == NEVER  # nobody waits for the link
     settle_all(traffic, 4)
-    traffic.submit_critical("x", 5, 1)
-    settle_all(traffic, 4)
-    assert traffic.next_change_ns() == 10  # now somebody does
-    assert settle_all(traffic, 10) == [(10, "swap", "a")]
-    assert traffic.next_change_ns() == 16
-    assert settle_all(traffic, 16) == [(16, "critical", "x")]
-    assert settle_all(traffic, 99) == [(26, "swap", "b"), (36, "swap", "c")]
+    assert traffic.submit_critical("x", 5, 1, 4) == 16  # a ends at 10, then 1 + 5
+    assert traffic.next_change_ns() == NEVER  # nothing can change it
+    assert settle_all(traffic, 99) == [
+        (10, "swap", "a"), (16, "critical", "x"), (26, "swap", "b"), (36, "swap", "c"),
+    ]  # fmt: skip
     assert traffic.swap_busy_ns(99) == 30
 
 
@@ -141,23 +141,57 @@ def test_a_pool_that_ends_with_a_swap_puts_its_sums_before_the_next_swap():
     traffic = HostTraffic(1 * GB)
     traffic.submit_swaps("ab", 10, 0)
     settle_all(traffic, 0)
-    traffic.start_cpu("rows", 20, 2 * GB, 0)
+    traffic.submit_cpu("rows", 20, 2 * GB, 0, 0)
     ended = traffic.settle(10)
     assert [(e.kind, e.end_ns) for e in ended] == [("cpu", 10), ("swap", 10)]
-    traffic.submit_critical("rows", 3, 0)
+    assert traffic.submit_critical("rows", 3, 0, 10) == 13
     assert traffic.settle(10) == []
     assert settle_all(traffic, 13) == [(13, "critical", "rows")]
     assert settle_all(traffic, 23) == [(23, "swap", "b")]
 
 
-def test_the_pool_has_one_layer_step_at_a_time():
+def test_landings_are_known_while_the_pool_is_idle():
+    traffic = HostTraffic(2 * GB)
+    with pytest.raises(RuntimeError, match="only while the pool is idle"):
+        traffic.landing_ns("a")
+    traffic.submit_swaps(["a", "b", "c"], 10, 1)
+    traffic.submit_swaps(["d"], 4, 1)
+    settle_all(traffic, 5)
+    settle_all(traffic, 12)  # a: 5-11; b has begun
+    assert [traffic.landing_ns(key) for key in "bcd"] == [17, 23, 26]
+    traffic.submit_critical("x", 2, 0, 12)
+    assert [traffic.landing_ns(key) for key in "bcd"] == [17, 24, 27]
+    with pytest.raises(RuntimeError, match="'a' is neither on the link nor waiting"):
+        traffic.landing_ns("a")
+
+
+def test_one_layer_step_at_a_time():
     traffic = HostTraffic(1 * GB)
-    traffic.start_cpu("a", 1, GB, 0)
+    traffic.submit_cpu("a", 1, GB, 0, 0)
     with pytest.raises(RuntimeError, match="one layer-step at a time"):
-        traffic.start_cpu("b", 1, GB, 0)
+        traffic.submit_cpu("b", 1, GB, 0, 0)
+    with pytest.raises(RuntimeError, match="with the pool, or another one, still at work"):
+        traffic.submit_critical("a", 5, 0, 0)
+    with pytest.raises(RuntimeError, match="only while the pool is idle"):
+        traffic.landing_ns("c")
+    settle_all(traffic, 1)
+    traffic.submit_critical("a", 5, 0, 1)
+    settle_all(traffic, 1)
+    with pytest.raises(RuntimeError, match="one layer-step at a time"):
+        traffic.submit_cpu("b", 1, GB, 2, 2)
 
 
 # -- against a reference that moves every byte in every nanosecond --------------------------------
+
+
+@dataclass
+class Job:
+    idle: int  # ns from the arrival of the sums before it
+    wake: int  # ns from then until the pool reads
+    n_bytes: int
+    cap: int
+    n_sums: int  # bytes
+    setup: int  # of the sums
 
 
 @dataclass
@@ -167,7 +201,7 @@ class Scene:
     h2d: int
     dram: int | None
     plans: list  # (time, [n_bytes per swap], set-up)
-    jobs: list  # (idle time before it, n_bytes, cap, n_bytes of sums, set-up of sums)
+    jobs: list[Job]
 
 
 @dataclass
@@ -187,18 +221,20 @@ class Naive:
         scene = self.scene
         swaps, critical = [], []
         link = None
-        job, job_left, job_starts = 0, None, scene.jobs[0][0] if scene.jobs else None
+        job, job_left = 0, None
+        job_starts = scene.jobs[0].idle + scene.jobs[0].wake if scene.jobs else None
         n_due = sum(len(sizes) for _, sizes, _ in scene.plans) + 2 * len(scene.jobs)
         now = 0
         while len(self.landed) < n_due:
             if job_left is not None and job_left <= 0:
                 self.landed["cpu", job] = now
-                critical.append(NaiveLink("critical", job, scene.jobs[job][4], scene.jobs[job][3]))
-                job_left, job = None, job + 1
-                if job < len(scene.jobs):
-                    job_starts = now + scene.jobs[job][0]
+                done = scene.jobs[job]
+                critical.append(NaiveLink("critical", job, done.setup, done.n_sums))
+                job_left, job, job_starts = None, job + 1, None
             if link is not None and link.setup == 0 and link.left <= 0:
                 self.landed[link.kind, link.key] = now
+                if link.kind == "critical" and job < len(scene.jobs):
+                    job_starts = now + scene.jobs[job].idle + scene.jobs[job].wake
                 link = None
             for number, (time, sizes, setup) in enumerate(scene.plans):
                 if time == now:
@@ -207,7 +243,7 @@ class Naive:
                         for i, n in enumerate(sizes)
                     ]
             if job < len(scene.jobs) and job_left is None and job_starts == now:
-                job_left = Fraction(scene.jobs[job][1])
+                job_left = Fraction(scene.jobs[job].n_bytes)
             if link is None and (critical or swaps):
                 link = (critical or swaps).pop(0)
             moving = link is not None and link.setup == 0
@@ -223,7 +259,7 @@ class Naive:
 
     def rates(self, job, pool_reads, link_moves):
         scene = self.scene
-        cap = Fraction(scene.jobs[job][2]) if pool_reads else Fraction(0)
+        cap = Fraction(scene.jobs[job].cap) if pool_reads else Fraction(0)
         h2d = Fraction(scene.h2d) if link_moves else Fraction(0)
         if scene.dram is None or cap + h2d <= scene.dram:
             return cap, h2d
@@ -237,35 +273,40 @@ class Naive:
         return half, half
 
 
-def drive(scene, *, together, each_copy):
+def drive(scene, expected, *, together):
     """The same through HostTraffic, waking up when it says so and when something is submitted."""
     traffic = HostTraffic(scene.h2d * GB, inf if scene.dram is None else scene.dram * GB)
     landed, n_wakes = {}, 0
-    starts = {scene.jobs[0][0]: 0} if scene.jobs else {}  # time -> job
+    starts = {scene.jobs[0].idle: 0} if scene.jobs else {}  # time -> job
     plans = {}  # time -> what is submitted
     for number, (time, sizes, setup) in enumerate(scene.plans):
         plans.setdefault(time, []).append((number, sizes, setup))
+    submitted = []
+    reading = False
 
     def settle(now):
+        nonlocal reading
         while ended := traffic.settle(now):
             for e in ended:
                 landed[e.kind, e.key] = e.end_ns
                 if e.kind == "cpu":
                     assert e.end_ns == now, "the end of the pool's work went unnoticed"
-                    traffic.submit_critical(e.key, scene.jobs[e.key][3], scene.jobs[e.key][4])
+                    reading = False
+                    job = scene.jobs[e.key]
+                    arrival = traffic.submit_critical(e.key, job.n_sums, job.setup, now)
+                    assert arrival == expected["critical", e.key]
                     if e.key + 1 < len(scene.jobs):
-                        starts[now + scene.jobs[e.key + 1][0]] = e.key + 1
-                elif e.kind == "critical":
-                    assert e.end_ns == now, "the sums' arrival went unnoticed"
+                        starts[arrival + scene.jobs[e.key + 1].idle] = e.key + 1
 
     while True:
-        now = min([traffic.next_change_ns(each_copy=each_copy), *starts, *plans])
+        now = min([traffic.next_change_ns(), *starts, *plans])
         if now == NEVER:
             break
         n_wakes += 1
         settle(now)
         for number, sizes, setup in plans.pop(now, ()):
             keys = [(number, i) for i in range(len(sizes))]
+            submitted += keys
             whole = [key for key, n in zip(keys, sizes, strict=True) if n == sizes[0]]
             if together and whole == keys[: len(whole)]:
                 traffic.submit_swaps(whole, sizes[0], setup)
@@ -274,8 +315,15 @@ def drive(scene, *, together, each_copy):
                 traffic.submit_swaps([key], sizes[key[1]], setup)
         settle(now)
         if now in starts:
-            job = starts.pop(now)
-            traffic.start_cpu(job, scene.jobs[job][1], scene.jobs[job][2] * GB, now)
+            number = starts.pop(now)
+            job = scene.jobs[number]
+            traffic.submit_cpu(number, job.n_bytes, job.cap * GB, now + job.wake, now)
+            reading = True
+        settle(now)
+        if not (reading or starts):  # the pool rests for good: all landings are certain
+            for key in submitted:
+                if ("swap", key) not in landed:
+                    assert traffic.landing_ns(key) == expected["swap", key]
     settle(10**9)
     return landed, n_wakes
 
@@ -292,12 +340,14 @@ def scenes(draw):
         plans.append((time, [size] * n + [last], draw(st.integers(0, 9))))
     jobs = draw(
         st.lists(
-            st.tuples(
-                st.integers(0, 30),
-                st.integers(1, 150),
-                st.integers(1, 8),
-                st.integers(1, 12),
-                st.integers(0, 9),
+            st.builds(
+                Job,
+                idle=st.integers(0, 30),
+                wake=st.integers(0, 20),
+                n_bytes=st.integers(1, 150),
+                cap=st.integers(1, 8),
+                n_sums=st.integers(1, 12),
+                setup=st.integers(0, 9),
             ),
             max_size=3,
         )
@@ -311,17 +361,17 @@ def test_a_plan_submitted_together_lands_as_swap_by_swap(scene):
     """Rates change in the middle of a swap, the last one is smaller, sums cut in."""
     expected = Naive(scene).run()
     for together in (True, False):
-        for each_copy in (True, False):
-            landed, _ = drive(scene, together=together, each_copy=each_copy)
-            assert landed == expected
+        landed, _ = drive(scene, expected, together=together)
+        assert landed == expected
 
 
 def test_the_reference_meets_what_it_is_for():
     """A scene in which a swap is slowed down half-way and the sums wait for a swap to end."""
-    scene = Scene(h2d=4, dram=6, plans=[(0, [40, 40, 40, 10], 2)], jobs=[(5, 60, 5, 4, 0)])
+    jobs = [Job(idle=1, wake=4, n_bytes=60, cap=5, n_sums=4, setup=0)]
+    scene = Scene(h2d=4, dram=6, plans=[(0, [40, 40, 40, 10], 2)], jobs=jobs)
     # Swap 0: set up 0-2; at 4 by 5 (12 bytes), then 3 beside the pool: 28 left, 10 ns: 15.
-    # Pool: 3 each from 5 to 15 (30); alone, 5, while swap 1 is set up, 15-17 (40 by then); 3 again:
-    # 20 left, 7 ns: 24. Swap 1, moving from 17: 21 by 24, the other 19 at 4: 29.
+    # Pool: 3 each from 5 to 15 (30 bytes); alone, 5, while swap 1 is set up, 15-17 (40 by then);
+    # 3 again: 20 left, 7 ns: 24. Swap 1, moving from 17: 21 by 24, the other 19 at 4: 29.
     # The sums wait for it and take 1 ns: 30. Swap 2: 30 + 2 + 10 = 42; swap 3: 42 + 2 + 3 = 47.
     expected = {
         ("swap", (0, 0)): 15,
@@ -332,14 +382,14 @@ def test_the_reference_meets_what_it_is_for():
         ("swap", (0, 3)): 47,
     }
     assert Naive(scene).run() == expected
-    assert drive(scene, together=True, each_copy=False)[0] == expected
+    assert drive(scene, expected, together=True)[0] == expected
 
 
 def test_uncontended_swaps_cost_no_wake_up():
-    scene = Scene(h2d=4, dram=None, plans=[(0, [40] * 50, 2)], jobs=[(5, 60, 5, 4, 0)])
-    _, few = drive(scene, together=True, each_copy=False)
-    _, many = drive(scene, together=True, each_copy=True)
-    assert few < 10 < 50 <= many
+    jobs = [Job(idle=5, wake=0, n_bytes=60, cap=5, n_sums=4, setup=0)]
+    scene = Scene(h2d=4, dram=None, plans=[(0, [40] * 50, 2)], jobs=jobs)
+    _, n_wakes = drive(scene, Naive(scene).run(), together=True)
+    assert n_wakes == 3  # the plan, the job, its end
 
 
 def test_busy_time_of_a_copy_under_way_counts_up_to_now():
