@@ -1,9 +1,10 @@
 """Lanes of the emulated machine: threads that do the real work, and the link's order of transfers.
 
 A worker does real work at once; when it counts as done is arithmetic on absolute times: an op
-starts at max(when it was given, when its lane became free) and ends at start + modelled duration,
-or when the real work ended if that is later. So a thread that wakes up late moves no interval, and
-no worker has to sleep: only the model's thread does, to the end of each of its own ops.
+starts at max(when it was given, when its lane became free) and lasts as modelled, or as long as the
+real work took. Where the model's thread has to wait for the real work beyond that, the op ends when
+the work did. So a thread that wakes up late moves no interval unless somebody noticed, and no
+worker has to sleep: only the model's thread does, to the end of each of its own ops.
 """
 
 from __future__ import annotations
@@ -30,6 +31,10 @@ class Job:
     t0_ns: int = 0
     t1_ns: int = 0
     result: Any = None
+
+    def work_ns(self, part: float = 1.0) -> int:
+        """How long the real work, or a part of it, took."""
+        return round(part * (self.t1_ns - self.t0_ns))
 
 
 class Worker:
@@ -93,6 +98,8 @@ class Transfer:
     size: Size
     job: Job | None  # the real copy; None where it has already been made
     swap_id: int = -1
+    part: float = 1.0  # of the job's work that is this transfer's
+    waited: bool = False  # somebody wanted it landed before its real copy was made
     t0_ns: int = 0
     t1_ns: int = 0
     overrun: bool = False
@@ -150,12 +157,15 @@ class Link:
         job = transfer.job
         if job is not None:
             if not job.done.is_set():
+                transfer.waited = True
                 left_ns = max(0, modelled_ns - time.monotonic_ns())
                 if not job.done.wait(None if wait else left_ns / NS):
                     return False
-            real_ns = job.t1_ns
             if not self._paced:
                 start_ns = job.t0_ns
+            real_ns = start_ns + job.work_ns(transfer.part)
+            if transfer.waited or not self._paced:
+                real_ns = job.t1_ns
         waiting.popleft()
         transfer.t0_ns, transfer.t1_ns = start_ns, max(modelled_ns, real_ns)
         transfer.overrun = self._paced and real_ns > modelled_ns

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kairox_exec.device import Device, copy_rows
+from kairox_exec.device import Device
 from kairox_exec.weights import NeuronBundles
 from kairox_sim.cache import NeuronCache
 from kairox_sim.events import Swap
@@ -34,7 +34,7 @@ class SlotStore:
             slots = device.new_slots(cache.capacity[layer], n_rows, d_model)
             here = np.flatnonzero(cache.slot_of[layer] >= 0).astype(np.int32)
             if here.size:
-                copy_rows(bundle.rows, here, slots, cache.slot_of[layer, here])
+                device.fill(bundle.rows, here, slots, cache.slot_of[layer, here])
             self.slots.append(slots)
 
     def start(self, layer: int, swaps: Sequence[Swap], *, at_once: bool = False) -> None:

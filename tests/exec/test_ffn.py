@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -164,6 +164,10 @@ def test_g0_hybrid_equals_dense() -> None:
         numba=st.booleans(),
         seed=st.integers(0, 2**16),
     )
+    @example(
+        family="llama", threshold=0.2, gating="exact", policy="lru", trigger="attn_out",
+        late="cpu", slots=[20] * N_LAYERS, chunks=[4] + [1] * 9, p_land=0.5, numba=False, seed=0,
+    )  # fmt: skip
     def any_residency(**drawn: Any) -> None:
         happened.update(_run(**drawn))
 
