@@ -87,14 +87,15 @@ def test_bounds():
 def test_prefill_is_a_union_and_costs_by_tokens():
     # 3 tokens; union {0, 1, 2, 3}, of which 0 and 1 are resident.
     cache = new_cache(Static(1, 8), n_layers=1, slots=2, warm=[[0, 1]])
-    model = costs(ffn_flops_per_ns=12, cpu_flops_per_ns=12)
+    model = costs(ffn_flops_per_ns=12, cpu_flops_per_ns=12, head_flops_per_ns=16)
     run = simulate([[[[0, 2, 2], [0, 1], [3, 2]]]], cache, model, n_layers=1, n_prefill=1,
                    predictions=None)  # fmt: skip
     # exact gating: up and down rows of 10 weights, 2 flops each: 40 flops a neuron and token.
     # GPU: 2 x 3 x 40 = 240 flops at 12: 20 ns, more than 80 bytes at 40: FFN 110-160.
     # Pool: 120 flops a neuron at 12: 10 ns for its 40 bytes, so 4 bytes/ns instead of 10:
     # 118 + 7 + 80 / 4 = 145. Sums 4 + 3 x 40 / 20: 155. Hand-over 158.
-    assert lanes(run)["gpu"][2] == ("ffn", 0, 110, 160)
+    # Head from 160: the last token's alone, 2 x 8 x 10 flops at 16: 50 + 10.
+    assert lanes(run)["gpu"][2:] == [("ffn", 0, 110, 160), ("head", -1, 160, 220)]
     assert lanes(run)["cpu"] == [("residual", 0, 118, 145)]
     assert lanes(run)["h2d"] == [("partial sums", 0, 145, 155)]
     (record,) = run.records

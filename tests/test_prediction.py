@@ -158,6 +158,16 @@ def test_the_engine_plans_from_what_was_predicted_and_computes_what_was_evaluate
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("observes", ["active", "predicted"])
+def test_shares_of_a_chunk_reach_a_reactive_policy(observes):
+    policy = Shares()
+    cache = new_cache(policy, n_layers=1, trigger="after", observes=observes)
+    trace = of_chunks([[[[0, 1], [1]]], [[[2]]]], 8, n_prefill=1)
+    run_trace(trace, cache, costs(), trigger="after")
+    assert policy.observed == [([0, 1], [0.5, 1.0]), ([2], None)]
+    assert policy.asked == [(0, [0, 1]), (0, [2])]
+
+
 class Shares(Scripted):
     """Also writes down what it is told was seen."""
 
