@@ -13,7 +13,7 @@ from pathlib import Path
 
 from kairox_exec.live import set_threads
 from kairox_exec.live_run import ForcedText, calibrate, machine_for
-from kairox_exec.validate import validate
+from kairox_exec.validation import validate
 from kairox_sim.commands.calibrate import print_calibration
 from kairox_sim.commands.options import progress
 from kairox_sim.commands.validate import print_validation

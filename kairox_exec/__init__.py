@@ -12,15 +12,19 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from kairox_exec.generation import generate
     from kairox_exec.live import load
+    from kairox_exec.live_run import calibrate
     from kairox_exec.recording import record
+    from kairox_exec.validation import validate
 
 _HOME = {
+    "calibrate": "live_run",
     "generate": "generation",
     "load": "live",
     "record": "recording",
+    "validate": "validation",
 }
 
-__all__ = ["generate", "load", "record"]
+__all__ = ["calibrate", "generate", "load", "record", "validate"]
 
 
 def __getattr__(name: str) -> Any:

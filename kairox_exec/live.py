@@ -232,7 +232,7 @@ def start(
         look_ahead=settings.predictor != "none",
         always_predict=always_predict,
         host_kernels=host,
-        device_kernels=torch_ref,
+        device_kernels=host,
         on_layer=on_layer,
     )
     warm_up(runner, host)

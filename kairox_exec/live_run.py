@@ -15,7 +15,7 @@ import numpy as np
 import psutil
 from numpy.typing import NDArray
 
-from kairox_exec.calibrate import Calibration, StepOps, TimedRun, fit_profile
+from kairox_exec.calibration import Calibration, StepOps, TimedRun, fit_profile
 from kairox_exec.live import choose_device, device_for, emulated_profile, model_shape, start
 from kairox_exec.machine import machine_facts
 from kairox_exec.oplog import NS

@@ -11,7 +11,7 @@ from kairox_sim.commands.options import Json, ModelAs, exec_extra, print_json, p
 from kairox_sim.commands.record import Device, Emulate, Model, Threads, TimeScale
 
 if TYPE_CHECKING:
-    from kairox_exec.calibrate import Calibration
+    from kairox_exec.calibration import Calibration
 
 
 def calibrate(

@@ -24,7 +24,7 @@ from kairox_sim.commands.record import Device, Emulate, Model, Threads, TimeScal
 from kairox_sim.errors import KairoxError
 
 if TYPE_CHECKING:
-    from kairox_exec.validate import Validation
+    from kairox_exec.validation import Validation
     from kairox_sim.settings import Settings
 
 
@@ -72,10 +72,10 @@ def validate(
     --settings best.toml other.toml -o report
     """
     with exec_extra():
-        from kairox_exec.calibrate import Calibration
+        from kairox_exec.calibration import Calibration
         from kairox_exec.live import set_threads
         from kairox_exec.live_run import ForcedText, calibrate, machine_for
-        from kairox_exec.validate import validate as run
+        from kairox_exec.validation import validate as run
 
     from kairox_sim.settings import load_prior
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import pandas as pd
 
-from kairox_exec.calibrate import OVERRUN_LIMIT, Calibration
+from kairox_exec.calibration import OVERRUN_LIMIT, Calibration
 from kairox_exec.gates import free_running, g1, g2
 from kairox_exec.live import model_shape
 from kairox_exec.live_run import ForcedText, LiveRun, Machine, run_forced
