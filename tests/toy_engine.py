@@ -7,13 +7,17 @@ from math import inf
 from typing import ClassVar
 
 import numpy as np
+import pytest
 
 from kairox_sim.cache import NeuronCache
 from kairox_sim.controllers import Controller, Fixed
 from kairox_sim.costs import CostModel, DecideCost, PassCost
+from kairox_sim.engine import run_trace
 from kairox_sim.events import Cancelled, Committed, Event, LookedUp, Planned
 from kairox_sim.model import ModelShape
 from kairox_sim.policies.base import NOTHING
+from kairox_sim.prediction import Perfect
+from tests.toys import of_chunks
 
 NS = 1e-9  # s
 PER_NS = 1e9  # bytes/s: one byte per ns
@@ -185,3 +189,20 @@ def lanes(run) -> dict[str, list[tuple]]:
 
 def in_ns(seconds: float) -> float:
     return seconds / NS
+
+
+BOTH = [[[0, 1]], [[2, 3]]]  # one decode step: layer 0 fires 0 and 1, layer 1 fires 2 and 3
+
+
+def simulate(chunks, cache, cost_model, *, n_layers=2, n_prefill=0, **options):
+    trace = of_chunks(chunks, 8, n_layers=n_layers, n_prefill=n_prefill)
+    options.setdefault("predictions", Perfect())
+    run = run_trace(trace, cache, cost_model, keep_slices=True, **options)
+    for record in run.records:
+        waits = record.wait_cpu_s + record.wait_io_s + record.wait_decide_s
+        assert record.wall_s - record.gpu_busy_s - waits == pytest.approx(0, abs=1e-15)
+    return run
+
+
+def ns(record, *names):
+    return [round(in_ns(getattr(record, name))) for name in names]
