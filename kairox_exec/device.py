@@ -12,7 +12,6 @@ exception: it holds up the gpu lane for as long as it really takes.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -22,13 +21,16 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kairox_exec.clock import set_timer_slack, sleep_until
+from kairox_exec.clock import Clock, set_timer_slack
 from kairox_exec.lanes import Job, Link, Transfer, Worker
 from kairox_exec.oplog import NS, Op, Size
 
 if TYPE_CHECKING:
     from kairox_sim.costs import CostModel
     from kairox_sim.events import Swap
+
+
+SYNCHRONISING = ("attention", "predict", "head")  # after these the thread is not ahead of the lane
 
 
 @dataclass(slots=True, eq=False)
@@ -138,9 +140,12 @@ class EmulatedDevice:
     A context manager. Use it from one thread, the one that runs the model: paced, that thread's
     timer slack is 1 ns inside (Linux: median oversleep 53 us instead of 104 us, measured).
 
-    The thread sleeps to the end of each of its ops, except the gate's: between the gate and the
-    FFN it polls, looks up and hands over, 0.1-0.3 ms of interpreter that no cost model charges, so
-    it goes on at once and sleeps for both at the FFN's end. All times stay those of the lane.
+    Paced, the thread sleeps to the end of attention, predict and head. After the other ops it goes
+    on at once, as a host does that queues work ahead of its GPU: polling, looking up and handing
+    over, 0.1-0.3 ms of interpreter that no cost model charges, and the next layer's own overhead
+    fall into time that the lane is busy anyway. It is never ahead by more than a layer, and an op
+    is an overrun when the lane falls behind. Between steps the machine's clock stands still, so
+    that what the caller does there (recording, printing) is in no time.
     """
 
     def __init__(self, costs: CostModel | None = None) -> None:
@@ -148,14 +153,16 @@ class EmulatedDevice:
         self.ops: list[Op] = []
         self.n_ops = self.n_overruns = 0
         self._paced = costs is not None
+        self._clock = Clock()
         self._free_ns = 0  # gpu lane
+        self._ended_ns = 0  # the last step; 0 before the first
         self._thinking_ns = 0  # when thinking began, real time; 0 while not thinking
         self._thought_up: list[Transfer] = []  # copies that are given when thinking ends
         self._host_free_ns = self._d2h_free_ns = 0
         self._landed: list[tuple[int, int]] = []  # (end ns, swap id) not yet reported
         self._silent: set[int] = set()  # swap ids that are not reported
         self._on_link: dict[int, Transfer] = {}  # swaps by id, until reported
-        self._link = Link(self._paced, self._log_transfer)
+        self._link = Link(self._clock, self._paced, self._log_transfer)
         self._host = Worker("kairox-cpu")
         self._copier = Worker("kairox-h2d")
         self._slack_before = set_timer_slack(1) if self._paced else None
@@ -197,36 +204,39 @@ class EmulatedDevice:
 
     def start_step(self) -> int:
         self._raise_errors()
-        self._free_ns = max(self._free_ns, time.monotonic_ns())
+        if self._paced and self._ended_ns:
+            self._clock.resume(self._ended_ns)
+        self._free_ns = self._clock.now()
         return self._free_ns
 
     def end_step(self) -> int:
-        now_ns = time.monotonic_ns()
+        # The lane's own time, or the thread's where it has fallen behind.
+        self._ended_ns = max(self._free_ns, self._clock.now())
         # Waiting for a late copy here is outside the step, and its part inside is then logged.
-        self._link.advance(now_ns, wait=True)
-        return now_ns
+        self._link.advance(self._ended_ns, wait=True)
+        return self._ended_ns
 
     def begin(self) -> int:
-        return self._clock()
+        return self._lane_now()
 
     def end(self, t0_ns: int, kind: str, layer: int, size: Size) -> None:
-        real_ns = time.monotonic_ns()
+        real_ns = self._clock.now()
         t1_ns, overrun = real_ns, False
         if self.costs is not None:
             modelled_ns = t0_ns + _ns(gpu_seconds(self.costs, kind, size))
             t1_ns, overrun = max(modelled_ns, real_ns), real_ns > modelled_ns
-            if kind != "gate":  # slept together with the FFN: see the class
-                sleep_until(t1_ns)
+            if kind in SYNCHRONISING:
+                self._clock.sleep_until(t1_ns)
         self._free_ns = t1_ns
         self._log(Op("gpu", kind, layer, t0_ns, t1_ns, size, overrun))
 
     def think(self) -> None:
-        self._thinking_ns = time.monotonic_ns()
+        self._thinking_ns = self._clock.now()
         if not self._paced:
             self._free_ns = self._thinking_ns
 
     def thought(self, layer: int, size: Size) -> None:
-        t0_ns, self._free_ns = self._free_ns, self._clock()
+        t0_ns, self._free_ns = self._free_ns, self._lane_now()
         self._thinking_ns = 0
         for transfer in self._thought_up:
             transfer.given_ns = self._free_ns
@@ -243,10 +253,10 @@ class EmulatedDevice:
         work: Callable[..., torch.Tensor],
         size: Size,
     ) -> HandOver:
-        t0_ns = max(self._clock(), self._d2h_free_ns)
+        t0_ns = max(self._lane_now(), self._d2h_free_ns)
         on_host = [tensor.clone() for tensor in inputs]
         n_bytes = float(sum(t.numel() * t.element_size() for t in on_host))
-        t1_ns = given_ns = time.monotonic_ns()
+        t1_ns = given_ns = self._clock.now()
         if self.costs is not None:
             n_bytes = self.costs.act_d2h_bytes(size.n_tokens)
             t1_ns = t0_ns + _ns(self.costs.act_d2h_s(size.n_tokens))
@@ -259,22 +269,22 @@ class EmulatedDevice:
 
     def join(self, handed: HandOver) -> torch.Tensor:
         job, size, layer = handed.job, handed.size, handed.layer
-        wait_from_ns = self._clock()
+        wait_from_ns = self._lane_now()
         waited = not job.done.is_set()
         job.done.wait()
         self._raise_errors()
         result: torch.Tensor = job.result
-        t0_ns, t1_ns, overrun = job.t0_ns, job.t1_ns, False
+        t0_ns, t1_ns, overrun = self._clock.at(job.t0_ns), self._clock.at(job.t1_ns), False
         if self.costs is not None:
             t0_ns = max(handed.given_ns, self._host_free_ns)
             modelled_ns = t0_ns + _ns(self.costs.ffn_cpu_s(size.neurons, size.n_tokens))
-            real_ns = job.t1_ns if waited else t0_ns + job.work_ns()
+            real_ns = t1_ns if waited else t0_ns + job.work_ns()
             t1_ns, overrun = max(modelled_ns, real_ns), real_ns > modelled_ns
         self._host_free_ns = t1_ns
         self._log(Op("cpu", "residual", layer, t0_ns, t1_ns, size, overrun))
-        back_from_ns = time.monotonic_ns()
+        back_from_ns = self._clock.now()
         on_device = result.clone()
-        arrived_ns = time.monotonic_ns()
+        arrived_ns = self._clock.now()
         if self.costs is not None:
             transfer = Transfer(
                 "partial sums",
@@ -311,7 +321,7 @@ class EmulatedDevice:
         places = np.concatenate([swap.slots for swap in swaps])
         job = Job(lambda: _copy_rows(rows, ids, slots, places))
         self._copier.submit(job)
-        given_ns = self._clock()
+        given_ns = self._lane_now()
         row_bytes = float(rows[0].numel() * rows.element_size())
         for swap in swaps:
             n = int(swap.promote.size)
@@ -336,7 +346,7 @@ class EmulatedDevice:
 
     def landed(self) -> list[int]:
         self._raise_errors()
-        now_ns = self._clock()
+        now_ns = self._lane_now()
         self._link.advance(now_ns)
         by_now = [swap_id for end_ns, swap_id in self._landed if end_ns <= now_ns]
         del self._landed[: len(by_now)]  # a lane's ends ascend
@@ -348,7 +358,7 @@ class EmulatedDevice:
         waited = [self._on_link[swap_id] for swap_id in swap_ids]
         if not waited:
             return
-        wait_from_ns = self._clock()
+        wait_from_ns = self._lane_now()
         for transfer in waited:
             self._link.settle(transfer)
         self._raise_errors()
@@ -363,17 +373,15 @@ class EmulatedDevice:
 
     # -- inside ---------------------------------------------------------------------------------
 
-    def _clock(self) -> int:
+    def _lane_now(self) -> int:
         """Now, on the gpu lane."""
         if self._thinking_ns:
-            return self._free_ns + time.monotonic_ns() - self._thinking_ns
-        return self._free_ns if self._paced else time.monotonic_ns()
+            return self._free_ns + self._clock.now() - self._thinking_ns
+        return self._free_ns if self._paced else self._clock.now()
 
     def _idle(self, what: str, layer: int, from_ns: int, to_ns: int) -> None:
         """The gpu lane waits until `to_ns`; no time is lost if that has passed."""
         if to_ns > from_ns:
-            if self._paced:
-                sleep_until(to_ns)
             self._free_ns = to_ns
             self._log(Op("idle", what, layer, from_ns, to_ns, Size()))
 

@@ -118,7 +118,7 @@ class LivePipeline:
 
     trigger, late: the policy's own by default. predict: needed to plan at a look-ahead or serial
     trigger. always_predict: predict even if the policy never plans, for a recorder. on_layer is
-    called after every layer-step.
+    called for every layer when a step has ended, outside its time.
     """
 
     def __init__(
@@ -154,6 +154,7 @@ class LivePipeline:
         self._step: StepInfo | None = None
         self._size = Size()
         self._attention_ns = 0  # when the attention op of the coming layer began
+        self._done: list[LayerStep] = []  # of this step, kept for on_layer
         self._predicted: dict[int, Mask] = {}  # by layer, until its FFN
         self._last_of_layer0: Ids | None = None  # what the step's last token evaluated in layer 0
 
@@ -179,9 +180,15 @@ class LivePipeline:
         self._attention_ns = self.device.begin()
         return began_ns
 
-    def end_head(self) -> None:
-        """The head op: from the end of the last layer's work until now."""
+    def end_step(self) -> int:
+        """The head has been computed: returns when the step ended, after calling on_layer."""
         self.device.end(self._attention_ns, "head", -1, Size(n_tokens=1))
+        ended_ns = self.device.end_step()
+        done, self._done = self._done, []
+        if self.on_layer is not None:
+            for layer_step in done:
+                self.on_layer(layer_step)
+        return ended_ns
 
     # -- between the layers ---------------------------------------------------------------------
 
@@ -309,7 +316,7 @@ class LivePipeline:
         self._attention_ns = self.device.begin()
         if self.on_layer is not None:
             assert self._step is not None, "a forward pass outside start_step"
-            self.on_layer(LayerStep(self._step, layer, mask, mask, predicted, split))
+            self._done.append(LayerStep(self._step, layer, mask, mask, predicted, split))
 
     # -- inside ---------------------------------------------------------------------------------
 

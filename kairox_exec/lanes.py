@@ -4,7 +4,7 @@ A worker does real work at once; when it counts as done is arithmetic on absolut
 starts at max(when it was given, when its lane became free) and lasts as modelled, or as long as the
 real work took. Where the model's thread has to wait for the real work beyond that, the op ends when
 the work did. So a thread that wakes up late moves no interval unless somebody noticed, and no
-worker has to sleep: only the model's thread does, to the end of each of its own ops.
+worker has to sleep: only the model's thread does.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from kairox_exec.clock import Clock
 from kairox_exec.oplog import NS, Size
 
 
@@ -28,7 +29,7 @@ class Job:
 
     work: Callable[[], Any]
     done: threading.Event = field(default_factory=threading.Event)
-    t0_ns: int = 0
+    t0_ns: int = 0  # of time.monotonic_ns
     t1_ns: int = 0
     result: Any = None
 
@@ -112,8 +113,8 @@ class Link:
     Whoever settles a transfer must know that nothing given before its start is still to come.
     """
 
-    def __init__(self, paced: bool, on_settled: Callable[[Transfer], None]) -> None:
-        self._paced = paced
+    def __init__(self, clock: Clock, paced: bool, on_settled: Callable[[Transfer], None]) -> None:
+        self._clock, self._paced = clock, paced
         self._on_settled = on_settled
         self._free_ns = 0
         self._urgent: deque[Transfer] = deque()
@@ -158,14 +159,14 @@ class Link:
         if job is not None:
             if not job.done.is_set():
                 transfer.waited = True
-                left_ns = max(0, modelled_ns - time.monotonic_ns())
+                left_ns = max(0, modelled_ns - self._clock.now())
                 if not job.done.wait(None if wait else left_ns / NS):
                     return False
             if not self._paced:
-                start_ns = job.t0_ns
+                start_ns = self._clock.at(job.t0_ns)
             real_ns = start_ns + job.work_ns(transfer.part)
             if transfer.waited or not self._paced:
-                real_ns = job.t1_ns
+                real_ns = self._clock.at(job.t1_ns)
         waiting.popleft()
         transfer.t0_ns, transfer.t1_ns = start_ns, max(modelled_ns, real_ns)
         transfer.overrun = self._paced and real_ns > modelled_ns

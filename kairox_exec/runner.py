@@ -97,8 +97,9 @@ def attach(
 
     trigger, late: the policy's own by default; the cache must have been built for the same trigger.
     look_ahead: use the training-free predictor where the trigger predicts. always_predict: run it
-    even if the policy never plans, so that a recorder sees what it says. on_layer is called after
-    every layer-step; an assertion fails if an active neuron was not computed.
+    even if the policy never plans, so that a recorder sees what it says. on_layer is called for
+    every layer when a step has ended, outside its time; an assertion fails if an active neuron was
+    not computed.
     """
     if gating not in ("oracle", "exact"):
         raise KairoxError(f"gating {gating!r} is not built yet; allowed: oracle, exact")
@@ -260,8 +261,7 @@ class Runner:
         out = self.model(input_ids=ids, use_cache=True, logits_to_keep=1, **{self._kv_name: kv})
         self.logits = out.logits[0, -1]
         token = None if choose is None else choose(self.logits)
-        self.pipeline.end_head()
-        ended_ns = self.device.end_step()
+        ended_ns = self.pipeline.end_step()
         record = self._record(step, began_ns, ended_ns, knobs.threshold_scale if read else nan)
         self.cache.end_step(record)
         return token, record

@@ -1,4 +1,4 @@
-"""The one error a user can cause: bad input, said plainly. The program prints it and exits with 2."""
+"""What a user can cause: bad input, said plainly. The program prints it and exits with 2."""
 
 
 class KairoxError(ValueError):

@@ -212,10 +212,10 @@ BUSY = (
 )
 
 
-def plot_controller(table: pd.DataFrame, *, note: str = "") -> Figure:
+def plot_controller(table: pd.DataFrame) -> Figure:
     """threshold_scale and the busy times over decode steps; a line at each change of domain.
 
-    `note` is printed below: why this setting, or why none moves both ways.
+    A column `note`, where there is one, is printed below: why this setting is shown.
     """
     moves = controller_moves(table)
     decode = table[table["phase"] == "decode"].reset_index(drop=True)
@@ -241,7 +241,7 @@ def plot_controller(table: pd.DataFrame, *, note: str = "") -> Figure:
             setting,
             f"Thin: each step; thick: median of {ROLLING_STEPS} steps. Lower threshold_scale: more "
             "migration.",
-            note,
+            *sorted(set(table.get("note", pd.Series(dtype=str)).dropna())),
         )
     return figure
 

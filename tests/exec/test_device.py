@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kairox_exec.clock import Clock
 from kairox_exec.device import EmulatedDevice, _ns
 from kairox_exec.lanes import Job, Link, Transfer, Worker
 from kairox_exec.oplog import Op, Size, busy_s, clip, union_ns
@@ -64,7 +65,7 @@ def _transfer(kind: str, given_ns: int, duration_ns: int, swap_id: int = -1) -> 
 
 def test_partial_sums_pass_waiting_swaps_but_do_not_preempt() -> None:
     settled: list[Transfer] = []
-    link = Link(True, settled.append)
+    link = Link(Clock(), True, settled.append)
     for swap_id in range(3):
         link.give(_transfer("swap", 0, 10, swap_id))
     link.advance(0)  # the first one has started
@@ -79,7 +80,7 @@ def test_partial_sums_pass_waiting_swaps_but_do_not_preempt() -> None:
 
 
 def test_a_swap_starts_before_partial_sums_that_are_not_there_yet() -> None:
-    link = Link(True, lambda transfer: None)
+    link = Link(Clock(), True, lambda transfer: None)
     swap, urgent = _transfer("swap", 0, 10, 0), _transfer("partial sums", 3, 5)
     link.give(urgent)
     link.give(swap)
@@ -89,7 +90,7 @@ def test_a_swap_starts_before_partial_sums_that_are_not_there_yet() -> None:
 
 def test_advance_settles_only_what_has_started() -> None:
     settled: list[Transfer] = []
-    link = Link(True, settled.append)
+    link = Link(Clock(), True, settled.append)
     for swap_id in range(3):
         link.give(_transfer("swap", 0, 10, swap_id))
     link.advance(9)
@@ -106,7 +107,7 @@ def test_link_is_serial_and_work_conserving(
     given: list[tuple[bool, int, int]], until_ns: int
 ) -> None:
     settled: list[Transfer] = []
-    link = Link(True, settled.append)
+    link = Link(Clock(), True, settled.append)
     transfers = [
         _transfer("partial sums" if urgent else "swap", at, duration)
         for urgent, at, duration in sorted(given, key=lambda item: item[1])

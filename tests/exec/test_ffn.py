@@ -134,7 +134,7 @@ def _run(
             dense, hybrid = _dense(module, x), HybridFFN(pipeline, layer)(x)
             scale = max(1.0, float(dense.abs().max()))
             assert (hybrid - dense).abs().max() <= TOLERANCE * scale
-        pipeline.end_head()
+        pipeline.end_step()
         cache.check()
     counts = cache.take_counts()
     assert counts.evaluated == counts.hit_on_time + counts.residual
@@ -243,7 +243,7 @@ def _order(trigger: str, *, policy: str = "lru", always_predict: bool = False) -
                     pipeline.before_layer(layer, x)
                 pipeline.after_attention(layer, x)
                 pipeline.ffn(layer, x)
-            pipeline.end_head()
+            pipeline.end_step()
     short = {"Planned": "plan", "Committed": "commit", "LookedUp": "lookup"}
     return [" ".join([short.get(c.split()[0], c.split()[0]), *c.split()[1:]]) for c in calls]
 
@@ -314,6 +314,8 @@ def test_layer_0_is_planned_from_the_last_token() -> None:
         for layer in range(2):
             pipeline.after_attention(layer, torch.randn(3, D_MODEL))
             pipeline.ffn(layer, torch.randn(3, D_MODEL))
+        assert not seen  # outside the step's time
+        pipeline.end_step()
     plans = [event for event in events if type(event).__name__ == "Planned"]
     assert [plan.layer for plan in plans] == [1, 0]
     # Tokens 0, 1, 2 predict 0, 1, 2 of every 4 neurons: ids 0 and 1 mod 4, shares 2/3 and 1/3.
