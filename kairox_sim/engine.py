@@ -177,6 +177,8 @@ class _Engine:
         knobs = self.cache.controller.knobs
         durations = self._durations(step.n_tokens)
         attention_ns = to_ns(costs.attention_s(step.n_tokens, step.context_len))
+        if lossy and self.trigger in LOOK_AHEAD:  # no layer before it predicts what 0 computes
+            self._predict(0, durations.predict)
         for layer in range(self.cache.n_layers):
             if self.trigger == "attn_in":
                 yield from self._predict_and_plan(layer + 1, step)
