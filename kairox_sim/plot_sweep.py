@@ -24,6 +24,7 @@ from kairox_sim.plot_series import (
     layers_ratio,
     link_label,
     middle_budget,
+    middle_link,
     only,
     provenance,
 )
@@ -47,6 +48,17 @@ from kairox_sim.plot_style import (
     tint,
 )
 from kairox_sim.policies import BOUNDS
+
+__all__ = [
+    "PARTS",
+    "contrast",
+    "drawable",
+    "middle_link",
+    "plot_budget",
+    "plot_throughput",
+    "plot_time_split",
+    "time_parts",
+]
 
 TOK_S_LABEL = "tokens/s"
 SAME = 0.01  # bounds that differ less from link to link are one line

@@ -7,7 +7,7 @@ draws whatever a table has the columns for.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 
 from kairox_sim.errors import KairoxError
 from kairox_sim.plot_runs import plot_controller, plot_momentum, plot_pipeline
-from kairox_sim.plot_series import drawable, middle_link
+from kairox_sim.plot_series import drawable, middle_link, only
 from kairox_sim.plot_style import save
 from kairox_sim.plot_sweep import plot_budget, plot_throughput, plot_time_split
 from kairox_sim.plot_validation import plot_validation
@@ -85,13 +85,22 @@ def read_figure_table(path: str | Path) -> pd.DataFrame:
 
 
 def plot_all(
-    table: pd.DataFrame | str | Path, out_dir: str | Path, *, on_skip: OnSkip | None = None
+    table: pd.DataFrame | str | Path,
+    out_dir: str | Path,
+    *,
+    hardware: str | None = None,
+    link: str | None = None,
+    gating: str | None = None,
+    slots: float | None = None,
+    formats: Sequence[str] = ("png", "pdf"),
+    on_skip: OnSkip | None = None,
 ) -> list[Path]:
-    """Draw every figure the table allows into `out_dir`; the files written, PNG and PDF.
+    """Draw every figure the table allows into `out_dir`; the files written.
 
     A sweep's table gives a throughput figure per machine and model, and for each gating a budget
-    figure and a split of the time, on the link in the middle of those swept. on_skip(figure, why)
-    is told what was not drawn. KairoxError if nothing can be.
+    figure and a split of the time. hardware, gating: only these; link, slots: for figures of one
+    bus or one budget, by default the middle of those swept. on_skip(figure, why) is told what was
+    not drawn. KairoxError if nothing can be.
     """
     rows = table if isinstance(table, pd.DataFrame) else read_figure_table(table)
     skipped: dict[str, str] = {}
@@ -103,13 +112,17 @@ def plot_all(
             skipped[name] = f"the table has no {', '.join(missing[:3])}{more}"
             continue
         try:
-            parts = list(_parts(name, rows))
+            if name in ONE_FIGURE:
+                parts: list[tuple[str, Callable[[], Figure]]]
+                parts = [(name, partial(ONE_FIGURE[name], rows))]
+            else:
+                parts = list(_parts(name, _chosen(rows, hardware, gating), link, slots))
         except KairoxError as error:
             skipped[name] = str(error)
             continue
         for stem, draw in parts:
             try:
-                paths += save(draw(), out_dir, stem)
+                paths += save(draw(), out_dir, stem, formats)
             except KairoxError as error:
                 skipped[stem] = str(error)
     if not paths:
@@ -121,30 +134,39 @@ def plot_all(
     return paths
 
 
-def _parts(name: str, rows: pd.DataFrame) -> Iterator[tuple[str, Callable[[], Figure]]]:
-    """(stem, draw) of each figure of one kind."""
-    if name in ONE_FIGURE:
-        yield name, partial(ONE_FIGURE[name], rows)
-        return
+def _chosen(rows: pd.DataFrame, hardware: str | None, gating: str | None) -> pd.DataFrame:
+    """The rows that ran, of one machine (as it was asked for) and one gating where given."""
     ok = rows[rows["status"] == "ok"]
     if ok.empty:
-        raise KairoxError("no row of the table has status ok")
-    machines = ok["machine"].map(lambda text: str(text).split("+")[0])
-    several_models = ok["costs"].nunique() > 1
-    for (machine, costs), group in ok.groupby([machines, "costs"], sort=True):
+        raise KairoxError("no row of the table has status ok: there is nothing to draw")
+    if hardware is not None:
+        ok = only(ok, "hardware", hardware)
+    return ok if gating is None else only(ok, "gating", gating)
+
+
+def _parts(
+    name: str, rows: pd.DataFrame, link: str | None, slots: float | None
+) -> Iterator[tuple[str, Callable[[], Figure]]]:
+    """(stem, draw) of each figure of one kind."""
+    several_models = rows["costs"].nunique() > 1
+    machines = rows["machine"].map(lambda text: str(text).split("+")[0])
+    for (machine, costs), group in rows.groupby([machines, "costs"], sort=True):
         whose = f"_{machine}" + (f"_{_slug(str(costs))}" if several_models else "")
         if name == "throughput":
-            yield f"throughput{whose}", partial(plot_throughput, group)
+            yield f"throughput{whose}", partial(plot_throughput, group, slots=slots)
             continue
-        for gating, of_gating in group.groupby("gating", sort=True):
-            swept = of_gating[~of_gating["policy"].isin(BOUNDS)]
+        for gating, ours in group.groupby("gating", sort=True):
+            swept = ours[~ours["policy"].isin(BOUNDS)]
             if swept.empty:
                 continue
             if name == "budget" and swept["slots"].nunique() < 2:
                 raise KairoxError("a figure against budget needs two budgets or more")
-            link = middle_link(drawable(of_gating))
-            draw = plot_budget if name == "budget" else plot_time_split
-            yield f"{name}{whose}_{gating}_{link}", partial(draw, of_gating, link=link)
+            bus = middle_link(drawable(ours)) if link is None else link
+            stem = f"{name}{whose}_{gating}_{bus}"
+            if name == "budget":
+                yield stem, partial(plot_budget, ours, link=bus)
+            else:
+                yield stem, partial(plot_time_split, ours, slots=slots, link=bus)
 
 
 def _slug(text: str) -> str:

@@ -222,7 +222,7 @@ def test_predicted_gating_pays_the_predictor_whatever_the_policy():
     assert ns(run.records[0], "wall_s", "predict_s") == [2 * 152 + 50, 40]
     for trigger in ("attn_in", "attn_out"):
         run = simulate([BOTH], new_cache(Scripted()), costs(gating="predicted"), trigger=trigger)
-        assert ns(run.records[0], "predict_s") == [20]  # layer 1's; layer 0's set is the last one
+        assert ns(run.records[0], "predict_s") == [40]  # layer 0 has a pass of its own
 
 
 def test_a_stall_for_a_decision_that_takes_no_time():

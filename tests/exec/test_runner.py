@@ -304,7 +304,7 @@ def test_a_copy_across_steps_counts_in_both(tiny_reglu_dir: Path) -> None:
     )  # fmt: skip
     with (
         # A swap takes longer than the head that follows its plan.
-        EmulatedDevice(replace(costs, h2d_copy_fixed_s=5 * costs.head_s(1))) as device,
+        EmulatedDevice(replace(costs, h2d_copy_fixed_s=20 * costs.head_s(1))) as device,
         load(tiny_reglu_dir, _cache(), device, trigger="attn_out") as runner,
     ):
         runner.keep_ops = True
