@@ -23,7 +23,8 @@ from numpy.typing import NDArray
 
 from kairox_exec.clock import Clock, set_timer_slack
 from kairox_exec.lanes import Job, Link, Transfer, Worker
-from kairox_exec.oplog import NS, Op, Size
+from kairox_exec.oplog import Op, Size
+from kairox_exec.pacing import gpu_op_ns, in_ns
 
 if TYPE_CHECKING:
     from kairox_sim.costs import CostModel
@@ -223,7 +224,7 @@ class EmulatedDevice:
         real_ns = self._clock.now()
         t1_ns, overrun = real_ns, False
         if self.costs is not None:
-            modelled_ns = t0_ns + _ns(gpu_seconds(self.costs, kind, size))
+            modelled_ns = t0_ns + gpu_op_ns(self.costs, kind, size)
             t1_ns, overrun = max(modelled_ns, real_ns), real_ns > modelled_ns
             if kind in SYNCHRONISING:
                 self._clock.sleep_until(t1_ns)
@@ -259,8 +260,8 @@ class EmulatedDevice:
         t1_ns = given_ns = self._clock.now()
         if self.costs is not None:
             n_bytes = self.costs.act_d2h_bytes(size.n_tokens)
-            t1_ns = t0_ns + _ns(self.costs.act_d2h_s(size.n_tokens))
-            given_ns = t1_ns + _ns(self.costs.handover_s)
+            t1_ns = t0_ns + in_ns(self.costs.act_d2h_s(size.n_tokens))
+            given_ns = t1_ns + in_ns(self.costs.handover_s)
         self._d2h_free_ns = t1_ns
         self._log(Op("d2h", "x", layer, t0_ns, t1_ns, _sized(size, n_bytes)))
         job = Job(lambda: work(*on_host))
@@ -277,7 +278,7 @@ class EmulatedDevice:
         t0_ns, t1_ns, overrun = self._clock.at(job.t0_ns), self._clock.at(job.t1_ns), False
         if self.costs is not None:
             t0_ns = max(handed.given_ns, self._host_free_ns)
-            modelled_ns = t0_ns + _ns(self.costs.ffn_cpu_s(size.neurons, size.n_tokens))
+            modelled_ns = t0_ns + in_ns(self.costs.ffn_cpu_s(size.neurons, size.n_tokens))
             real_ns = t1_ns if waited else t0_ns + job.work_ns()
             t1_ns, overrun = max(modelled_ns, real_ns), real_ns > modelled_ns
         self._host_free_ns = t1_ns
@@ -290,14 +291,14 @@ class EmulatedDevice:
                 "partial sums",
                 layer,
                 given_ns=t1_ns,
-                duration_ns=_ns(self.costs.act_h2d_s(size.n_tokens)),
+                duration_ns=in_ns(self.costs.act_h2d_s(size.n_tokens)),
                 size=_sized(size, self.costs.act_h2d_bytes(size.n_tokens)),
                 job=None,
             )
             self._link.give(transfer)
             # Only this thread gives transfers, and it waits for this one: nothing can precede it.
             self._link.settle(transfer)
-            arrived_ns = transfer.t1_ns + _ns(self.costs.handover_s)
+            arrived_ns = transfer.t1_ns + in_ns(self.costs.handover_s)
         else:
             n_bytes = float(result.numel() * result.element_size())
             self._log(
@@ -327,7 +328,7 @@ class EmulatedDevice:
             n = int(swap.promote.size)
             duration_ns, n_bytes = 0, n * row_bytes
             if self.costs is not None:
-                duration_ns, n_bytes = _ns(self.costs.swap_s(n)), self.costs.swap_bytes(n)
+                duration_ns, n_bytes = in_ns(self.costs.swap_s(n)), self.costs.swap_bytes(n)
             size = Size(neurons=n, n_bytes=n_bytes)
             transfer = Transfer(
                 "swap", swap.layer, given_ns, duration_ns, size, job, swap.id, n / ids.size
@@ -403,21 +404,6 @@ class EmulatedDevice:
         self._copier.raise_error()
 
 
-def gpu_seconds(costs: CostModel, kind: str, size: Size) -> float:
-    """Modelled duration of an op of the gpu lane."""
-    if kind == "attention":
-        return costs.attention_s(size.n_tokens, size.context_len)
-    if kind == "predict":
-        return costs.predict_s(size.n_tokens)
-    if kind == "gate":
-        return costs.gate_s(size.n_tokens)
-    if kind == "ffn":
-        return costs.ffn_gpu_s(size.neurons, size.n_tokens)
-    if kind == "head":
-        return costs.head_s(1)
-    raise ValueError(f"{kind!r} is no op of the gpu lane")
-
-
 def _copy_rows(
     rows: torch.Tensor, ids: NDArray[np.int32], slots: torch.Tensor, places: NDArray[np.int32]
 ) -> None:
@@ -427,7 +413,3 @@ def _copy_rows(
 
 def _sized(size: Size, n_bytes: float) -> Size:
     return Size(size.neurons, size.n_tokens, size.context_len, n_bytes)
-
-
-def _ns(seconds: float) -> int:
-    return round(seconds * NS)

@@ -12,9 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kairox_exec.clock import Clock
-from kairox_exec.device import EmulatedDevice, _ns
+from kairox_exec.device import EmulatedDevice
 from kairox_exec.lanes import Job, Link, Transfer, Worker
 from kairox_exec.oplog import Op, Size, busy_s, clip, union_ns
+from kairox_exec.pacing import in_ns
 from kairox_sim.costs import CostModel, costs_for
 from kairox_sim.events import Swap
 from kairox_sim.hardware import load_profile
@@ -224,12 +225,12 @@ def test_paced_ops_last_as_modelled_or_are_overruns(costs: CostModel) -> None:
     modelled = [op for op in device.ops if op.kind in expected]
     assert len(modelled) == 7
     for op in modelled:
-        lasted, asked = op.t1_ns - op.t0_ns, _ns(expected[op.kind])
+        lasted, asked = op.t1_ns - op.t0_ns, in_ns(expected[op.kind])
         assert lasted > asked if op.overrun else lasted == asked
     assert device.n_overruns == sum(op.overrun for op in device.ops)
     assert device.n_ops == len(device.ops)
     by_kind = {op.kind: op for op in device.ops}
-    handover_ns = _ns(costs.handover_s)
+    handover_ns = in_ns(costs.handover_s)
     assert by_kind["residual"].t0_ns == by_kind["x"].t1_ns + handover_ns
     assert by_kind["partial sums"].t0_ns >= by_kind["residual"].t1_ns
     assert by_kind["cpu"].t1_ns == by_kind["partial sums"].t1_ns + handover_ns
