@@ -212,6 +212,7 @@ def test_work_is_done_and_lanes_are_serial(costs: CostModel, paced: bool) -> Non
 
 
 def test_paced_ops_last_as_modelled_or_are_overruns(costs: CostModel) -> None:
+    costs = replace(costs, cpu_fixed_s=0.1)  # so long that the gpu lane has to wait
     rows, slots = torch.randn(8, 2, 4), torch.full((6, 2, 4), torch.nan)
     with EmulatedDevice(costs) as device:
         device.start_step()
