@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.kairox-installed
 OUT ?= out
 
-.PHONY: setup demo test check bench validate figures clean
+.PHONY: setup demo test check bench validate clean
 
 setup: $(STAMP)
 

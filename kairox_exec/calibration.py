@@ -16,7 +16,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from kairox_exec.fitting import TRIMMED, Line, fit_copies, fit_line, median
+from kairox_exec.fitting import Line, fit_copies, fit_line, median
 from kairox_exec.oplog import NS, Op
 from kairox_sim.costs import CostModel
 from kairox_sim.errors import KairoxError
@@ -320,7 +320,10 @@ class _Seen:
 
 
 def _decide_line(ops: Sequence[Op]) -> tuple[float, float]:
-    """(fixed_s, per_swap_s) of plans: least squares, refitted without the slowest tenth."""
+    """(fixed_s, per_swap_s) of plans: least squares, refitted without the slowest hundredth.
+
+    No more is left out: a plan is often slow, and what counts in a step is the mean.
+    """
     swaps = np.array([op.size.n_swaps for op in ops], np.float64)
     seconds = np.array([op.seconds for op in ops])
     keep = np.ones(swaps.size, bool)
@@ -333,7 +336,7 @@ def _decide_line(ops: Sequence[Op]) -> tuple[float, float]:
         elif fixed < 0:
             slope, fixed = float(np.median(seconds[keep] / np.maximum(swaps[keep], 1))), 0.0
         above = seconds - (fixed + slope * swaps)
-        keep = above <= np.quantile(above, 1 - TRIMMED)
+        keep = above <= np.quantile(above, 0.99)
     return float(fixed), float(slope)
 
 

@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
@@ -107,7 +109,7 @@ def run_forced(
         runner = start(model_dir, settings, device, prior=prior)
         device.ops.clear()
         runner.keep_ops = keep_ops
-        with runner:
+        with runner, _no_garbage_collection():
             forced = runner.run(sequences, prefill=prefill, prefill_chunk=settings.prefill_chunk)
             for _, record in forced:
                 records.append(record)
@@ -123,6 +125,19 @@ def run_forced(
     if not any(record.phase == "decode" for record in records):
         raise KairoxError("the run has no decode steps; give more tokens than the prefill")
     return LiveRun(tuple(records), tuple(steps), runner.ending, overruns)
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """A collection takes longer than an op; timed runs do without, as `timeit` does."""
+    gc.collect()
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def timed(settings: Settings, run: LiveRun) -> TimedRun:

@@ -129,6 +129,7 @@ def validate(
         row, score = _compare(
             setting, own, repeated, calibration, model_dir, prior, constant, (a, b)
         )
+        row["time"] = machine.label
         row["swept_tok_s"] = (swept_tok_s or {}).get(label(setting), float("nan"))
         rows.append(row)
         scored.append(score)

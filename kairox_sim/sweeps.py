@@ -93,6 +93,11 @@ class Sweep(BaseModel):
         except ValidationError as error:
             raise KairoxError(f"sweep {os.fspath(path)!r}: {explain(error, cls)}") from error
 
+    def on(self, hardware: str) -> Self:
+        """The same sweep on one machine instead of those it names."""
+        grid = {axis: values for axis, values in self.grid.items() if axis != "hardware"}
+        return self.model_copy(update={"base": self.base | {"hardware": hardware}, "grid": grid})
+
 
 @dataclass(frozen=True, slots=True)
 class Cell:

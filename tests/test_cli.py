@@ -103,8 +103,11 @@ def kairox(*arguments: object, code: int = 0) -> None:
         (("sweep", "missing.toml", "-o", "r.parquet"), "cannot read the sweep file"),
         (("sweep", "typo.toml", "-o", "r.parquet"), "unknown key 'contoller'"),
         (("sweep", "sweep.toml", "-o", "r.parquet", "--trace", "none.arrow"), "none.arrow"),
-        (("plot", "foreign.parquet", "-o", "figures"), "not a sweep's table"),
-        (("best", "foreign.parquet", "--hardware", "pc1", "-o", "b.toml"), "not a sweep's table"),
+        (("plot", "foreign.parquet", "-o", "figures"), "no figure can be drawn"),
+        (
+            ("best", "foreign.parquet", "--hardware", "pc1", "-o", "b.toml"),
+            "not a sweep's table",
+        ),
         (("best", "none.parquet", "--hardware", "pc1", "-o", "b.toml"), "none.parquet"),
     ],
 )
@@ -261,10 +264,12 @@ def test_figures_of_a_table(folder: Path, capsys: Capture) -> None:
     kairox("plot", table, "-o", figures, "--link", "pcie3", "--format", "png", "--json")
     content = json.loads(capsys.readouterr().out)
     assert sorted(path.name for path in figures.iterdir()) == [
-        "budget.png", "throughput.png", "time-split.png",
-    ]  # fmt: skip
+        "budget_pc1_exact_pcie3.png",
+        "throughput_pc1.png",
+        "time_split_pc1_exact_pcie3.png",
+    ]
     assert len(content["figures"]) == 3
-    assert content["left_out"] == {}
+    assert sorted(content["left_out"]) == ["controller", "momentum", "pipeline", "validation"]
     kairox("plot", table, "-o", figures, "--hardware", "pc2", code=2)
     assert "no hardware 'pc2'; it has pc1" in capsys.readouterr().err
     kairox("plot", table, "-o", figures, "--format", "gif", code=2)

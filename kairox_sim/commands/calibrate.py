@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kairox_sim.commands.options import Json, ModelAs, exec_extra, print_json, progress
+from kairox_sim.commands.options import (
+    Json,
+    ModelAs,
+    exec_extra,
+    print_json,
+    progress,
+    wide_console,
+)
 from kairox_sim.commands.record import Device, Emulate, Model, Threads, TimeScale
 
 if TYPE_CHECKING:
@@ -72,7 +79,6 @@ def calibrate(
 
 def print_calibration(result: Calibration, path: Path) -> None:
     """The fits as a table, and where the profile is."""
-    from rich.console import Console
     from rich.table import Table
 
     table = Table(title=f"{result.profile.name}: {result.conditions['time']}")
@@ -87,6 +93,6 @@ def print_calibration(result: Calibration, path: Path) -> None:
         how = cost.fixed_s.source.rpartition(": ")[2]
         per_swap = f"{cost.per_swap_s.value * 1e6:.1f} us a swap"
         table.add_row(f"decide, {policy}", f"{cost.fixed_s.value * 1e6:.1f} us", per_swap, how)
-    console = Console()
+    console = wide_console()
     console.print(table)
     console.print(f"profile: {path}", soft_wrap=True)

@@ -14,6 +14,7 @@ import typer
 from kairox_sim.errors import KairoxError
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.progress import Progress
 
     from kairox_sim.settings import Settings
@@ -109,6 +110,14 @@ def print_warnings(warnings: Sequence[str]) -> None:
     """To standard error, so that JSON stays clean."""
     for text in warnings:
         say(f"warning: {text}")
+
+
+def wide_console() -> Console:
+    """Standard output for a wide table: a file or a pipe has no width to keep to."""
+    from rich.console import Console
+
+    console = Console()
+    return console if console.is_terminal else Console(width=140)
 
 
 def say(text: str) -> None:

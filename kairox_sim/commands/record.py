@@ -49,7 +49,7 @@ TimeScale = Annotated[
     float | None,
     typer.Option(
         help="How much slower than its profile an emulated device runs. [default: so that the "
-        "shortest decode layer lasts 2 ms]"
+        "shortest decode layer lasts 3 ms]"
     ),
 ]
 Threads = Annotated[

@@ -20,6 +20,9 @@ def sweep(
         Path | None, typer.Option(help="Instead of the file's trace. Paths start where you are.")
     ] = None,
     prior: Annotated[Path | None, typer.Option(help="Instead of the file's prior.")] = None,
+    hardware: Annotated[
+        str | None, typer.Option(help="Instead of the file's hardware: a profile or a .toml.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Simulate every cell of a sweep file; each row of the table says ok, refused or failed.
@@ -34,6 +37,8 @@ def sweep(
     plan = Sweep.load(spec)
     given = {"trace": trace, "prior": prior}
     plan = plan.model_copy(update={k: str(v) for k, v in given.items() if v is not None})
+    if hardware is not None:
+        plan = plan.on(hardware)
     with progress() as bar:
         task = bar.add_task("sweeping", total=None)
         table = run(

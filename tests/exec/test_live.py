@@ -29,11 +29,12 @@ def _layer_s(profile: HardwareProfile) -> float:
     return live.shortest_layer_s(costs)
 
 
-def test_default_pace_makes_the_shortest_layer_last_two_milliseconds() -> None:
+def test_default_pace_makes_the_shortest_layer_last_three_milliseconds() -> None:
     fast = load_profile("pc1")
     slow = live.emulated_profile("pc1", SHAPE, "exact")
-    assert slow.time_scale == np.ceil(2e-3 / _layer_s(fast)) > 1
-    assert 2e-3 <= _layer_s(slow) < 2e-3 + _layer_s(fast)
+    assert live.LAYER_S == 3e-3
+    assert slow.time_scale == np.ceil(live.LAYER_S / _layer_s(fast)) > 1
+    assert live.LAYER_S <= _layer_s(slow) < live.LAYER_S + _layer_s(fast)
     # Slow enough already: left as it is.
     assert live.emulated_profile(slow, SHAPE, "exact") == slow
 

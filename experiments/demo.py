@@ -1,0 +1,89 @@
+"""The whole loop on the shipped model, without a GPU: record, calibrate, sweep, draw, run, compare.
+
+    python -m experiments.demo --out out/demo
+
+Every command it runs is printed; each of them can be repeated by hand.
+"""
+
+import argparse
+import shlex
+import shutil
+import sys
+import time
+from pathlib import Path
+
+import pandas as pd
+
+from experiments import fig04_pipeline, fig05_momentum, fig06_anb, fig07_validation
+from experiments.demo_live import run_live
+from experiments.figure import draw_to
+from kairox_sim.cli import main as program
+from kairox_sim.errors import KairoxError
+from kairox_sim.trace import read_trace
+
+HERE = Path(__file__).parent
+MODEL = HERE / "models" / "tiny-reglu"
+DOMAINS = [HERE / "prompts" / f"{name}.txt" for name in ("prose", "code", "json", "html", "math")]
+TARGET, EMULATED = "prosparse-7b", "emu-pc1"
+
+
+def kairox(*arguments: object) -> None:
+    """Run one command of the program in this process."""
+    words = [str(argument) for argument in arguments]
+    sys.stdout.write(f"\n$ kairox {shlex.join(words)}\n")
+    sys.stdout.flush()
+    try:
+        program(words)
+    except SystemExit as done:
+        if done.code:
+            raise
+
+
+def demo(out: Path) -> None:
+    """Everything goes to folder `out`, which is emptied first."""
+    if out.exists() and not (out / "hw.toml").exists() and any(out.iterdir()):
+        raise KairoxError(f"{out} is not a folder of this demo; name an empty one with --out")
+    shutil.rmtree(out, ignore_errors=True)
+    out.mkdir(parents=True)
+    prior, trace, hardware = out / "profile.arrow", out / "eval.arrow", out / "hw.toml"
+    figures = out / "figures"
+    pair = ("--trace", trace, "--prior", prior)
+
+    (out / "hw.toml").touch()  # marks the folder as ours
+    kairox("record", "--model", MODEL, "--text", *DOMAINS, "--skip", 8192, "-o", prior)
+    kairox("record", "--model", MODEL, "--text", *DOMAINS, "-o", trace)
+    kairox("info", trace)
+    emulated = ("--device", "emulated", "--emulate", EMULATED, "--as", TARGET)
+    text = ("--model", MODEL, "--text", DOMAINS[0], "--skip", 12288)
+    kairox("calibrate", *text, *emulated, "-o", hardware)
+    table = out / "sweep.parquet"
+    kairox("sweep", HERE / "demo.toml", *pair, "--hardware", hardware, "-o", table)
+    kairox("plot", table, "-o", figures)
+    for stem in ("fig01_throughput", "fig02_budget", "fig03_time_split"):
+        kairox("sweep", HERE / f"{stem}.toml", *pair, "-o", out / f"{stem}.parquet")
+        kairox("plot", out / f"{stem}.parquet", "-o", figures / stem)
+    eval_trace = read_trace(trace, strict=True)
+    for made, path in (
+        (fig04_pipeline, out / "fig04_pipeline.parquet"),
+        (fig06_anb, out / "fig06_anb.parquet"),
+    ):
+        made.make(path, eval_trace)
+        draw_to(path, figures, made.STEM, made.draw)
+    fig05_momentum.make(out / "fig05_momentum.csv")
+    draw_to(out / "fig05_momentum.csv", figures, fig05_momentum.STEM, fig05_momentum.draw)
+
+    kairox("best", table, "--hardware", hardware, "--link", "own", "-o", out / "best.toml")
+    validation = run_live(out, pd.read_parquet(table), prior=prior, hardware=hardware)
+    draw_to(validation, figures, fig07_validation.STEM, fig07_validation.draw)
+    sys.stdout.write(f"figures: {figures}\n")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=Path("out/demo"))
+    began = time.monotonic()
+    try:
+        demo(parser.parse_args().out)
+    except KairoxError as error:
+        sys.exit(f"demo: {error}")
+    sys.stdout.write(f"done in {time.monotonic() - began:.0f} s\n")
