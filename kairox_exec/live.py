@@ -33,8 +33,8 @@ DEVICES = ("auto", "cuda", "emulated", "cpu")
 KernelChoice = Literal["numba", "torch"]
 
 RUN_BYTES_PER_WEIGHT = 4  # the executor runs in float32
-# The shortest decode layer of an emulated machine. At 2 ms the real work of an attention op (about 1 ms
-# of Python on a 2-core machine) came too close to its pace: 2 % of ops overran, at 2.6 ms 0.2 %.
+# The shortest decode layer of an emulated machine. At 2 ms the real work of an attention op, about
+# 1 ms of Python on a 2-core machine, came too close to its pace: 2 % of ops overran; now 0.2 %.
 LAYER_S = 3e-3
 
 
