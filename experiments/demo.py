@@ -19,6 +19,8 @@ from experiments.demo_live import run_live
 from experiments.figure import draw_to
 from kairox_sim.cli import main as program
 from kairox_sim.errors import KairoxError
+from kairox_sim.plot_sweep import contrast, drawable
+from kairox_sim.sweeps import read_table
 from kairox_sim.trace import read_trace
 
 HERE = Path(__file__).parent
@@ -39,6 +41,13 @@ def kairox(*arguments: object) -> None:
             raise
 
 
+def say_contrast(table: pd.DataFrame) -> None:
+    """How far apart the settings of the main figure are, beside what is possible at all."""
+    for gating, rows in drawable(table).groupby("gating"):
+        said = contrast(rows).replace("\n", ", ")
+        sys.stdout.write(f"main figure, gating {gating}: {said}\n")
+
+
 def demo(out: Path) -> None:
     """Everything goes to folder `out`, which is emptied first."""
     if out.exists() and not (out / "hw.toml").exists() and any(out.iterdir()):
@@ -50,8 +59,9 @@ def demo(out: Path) -> None:
     pair = ("--trace", trace, "--prior", prior)
 
     (out / "hw.toml").touch()  # marks the folder as ours
-    kairox("record", "--model", MODEL, "--text", *DOMAINS, "--skip", 8192, "-o", prior)
-    kairox("record", "--model", MODEL, "--text", *DOMAINS, "-o", trace)
+    texts = ("--model", MODEL, "--text", *DOMAINS, "--tokens", 192)
+    kairox("record", *texts, "--skip", 8192, "-o", prior)
+    kairox("record", *texts, "-o", trace)
     kairox("info", trace)
     emulated = ("--device", "emulated", "--emulate", EMULATED, "--as", TARGET)
     text = ("--model", MODEL, "--text", DOMAINS[0], "--skip", 12288)
@@ -62,6 +72,7 @@ def demo(out: Path) -> None:
     for stem in ("fig01_throughput", "fig02_budget", "fig03_time_split"):
         kairox("sweep", HERE / f"{stem}.toml", *pair, "-o", out / f"{stem}.parquet")
         kairox("plot", out / f"{stem}.parquet", "-o", figures / stem)
+    say_contrast(read_table(out / "fig01_throughput.parquet"))
     eval_trace = read_trace(trace, strict=True)
     for made, path in (
         (fig04_pipeline, out / "fig04_pipeline.parquet"),
@@ -73,7 +84,7 @@ def demo(out: Path) -> None:
     draw_to(out / "fig05_momentum.csv", figures, fig05_momentum.STEM, fig05_momentum.draw)
 
     kairox("best", table, "--hardware", hardware, "--link", "own", "-o", out / "best.toml")
-    validation = run_live(out, pd.read_parquet(table), prior=prior, hardware=hardware)
+    validation = run_live(out, read_table(table), prior=prior, hardware=hardware)
     draw_to(validation, figures, fig07_validation.STEM, fig07_validation.draw)
     sys.stdout.write(f"figures: {figures}\n")
 

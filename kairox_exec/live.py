@@ -14,7 +14,7 @@ from typing import Literal
 import numpy as np
 import torch
 
-from kairox_exec.device import EmulatedDevice
+from kairox_exec.emulated import EmulatedDevice
 from kairox_exec.families import load_dense, model_sha256, read_config
 from kairox_exec.ffn import Kernels, LayerStep
 from kairox_exec.kernels import torch_ref

@@ -84,6 +84,9 @@ def read_figure_table(path: str | Path) -> pd.DataFrame:
         ) from error
 
 
+NO_COLUMNS = "the table has no"  # how the reason begins where a figure is of another kind of table
+
+
 def plot_all(
     table: pd.DataFrame | str | Path,
     out_dir: str | Path,
@@ -109,7 +112,7 @@ def plot_all(
         missing = [column for column in needed if column not in rows]
         if missing:
             more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
-            skipped[name] = f"the table has no {', '.join(missing[:3])}{more}"
+            skipped[name] = f"{NO_COLUMNS} {', '.join(missing[:3])}{more}"
             continue
         try:
             if name in ONE_FIGURE:

@@ -40,7 +40,7 @@ def plot(
 
     Example: kairox plot demo.parquet -o figures --hardware pc1 --link pcie4
     """
-    from kairox_sim.plots import plot_all
+    from kairox_sim.plots import NO_COLUMNS, plot_all
 
     kinds = tuple(formats or ("png", "pdf"))
     if unknown := sorted(set(kinds) - {"png", "pdf", "svg"}):
@@ -61,5 +61,9 @@ def plot(
         return
     for path in drawn:
         typer.echo(str(path))
+    of_other_tables = [stem for stem, why in left_out.items() if why.startswith(NO_COLUMNS)]
     for stem, why in left_out.items():
-        say(f"left out {stem}: {why}")
+        if stem not in of_other_tables:
+            say(f"left out {stem}: {why}")
+    if of_other_tables:
+        say(f"left out, drawn from other tables: {', '.join(of_other_tables)}")

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kairox_exec.clock import Clock
-from kairox_exec.device import EmulatedDevice
+from kairox_exec.emulated import EmulatedDevice
 from kairox_exec.lanes import Job, Link, Transfer, Worker
 from kairox_exec.oplog import Op, Size, busy_s, clip, union_ns
 from kairox_exec.pacing import in_ns

@@ -15,7 +15,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from kairox_exec.device import EmulatedDevice
+from kairox_exec.emulated import EmulatedDevice
 from kairox_exec.families import FAMILIES, FatRelu
 from kairox_exec.ffn import HybridFFN, LayerStep, LivePipeline, StepInfo
 from kairox_exec.kernels import numba_cpu, torch_ref

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from kairox_exec.compiled import uncompiled
-from kairox_exec.device import EmulatedDevice
+from kairox_exec.emulated import EmulatedDevice
 from kairox_exec.families import decoder_layers, family_of, load_dense
 from kairox_exec.ffn import LayerStep, StepInfo
 from kairox_exec.recorder import Recorder

@@ -16,7 +16,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from kairox_exec.device import EmulatedDevice
+from kairox_exec.emulated import EmulatedDevice
 from kairox_exec.families import decoder_layers, family_of, load_dense
 from kairox_exec.ffn import LayerStep
 from kairox_exec.kernels import numba_cpu, torch_ref

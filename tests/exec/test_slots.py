@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from kairox_exec.device import EmulatedDevice
+from kairox_exec.emulated import EmulatedDevice
 from kairox_exec.families import FAMILIES
 from kairox_exec.slots import SlotStore
 from kairox_exec.weights import NeuronBundles, row_names
