@@ -281,7 +281,8 @@ class Runner:
 
         counts = self.cache.take_counts()
         decide_s = busy("planner")
-        return StepRecord(
+        return StepRecord.of(
+            counts,
             seq=step.seq,
             step=step.step,
             phase=step.phase,
@@ -297,19 +298,6 @@ class Runner:
             wait_cpu_s=busy("idle", "cpu"),
             wait_io_s=busy("idle", "io"),
             wait_decide_s=decide_s,  # the thread that decides also feeds the gpu lane
-            evaluated=counts.evaluated,
-            active=counts.active,
-            predicted=counts.predicted,
-            predicted_active=counts.predicted_active,
-            hit_resident=counts.hit_resident,
-            hit_on_time=counts.hit_on_time,
-            late=counts.late,
-            residual=counts.residual,
-            loads=counts.loads,
-            loads_used_first=counts.loads_used_first,
-            wasted=counts.wasted,
-            cancelled=counts.cancelled,
-            evictions=counts.evictions,
             h2d_bytes=counts.loads * float(self._load_bytes),
             threshold_scale=threshold_scale,
         )

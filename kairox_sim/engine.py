@@ -327,7 +327,8 @@ class _Engine:
         cpu_ns, swap_ns, act_ns = (
             now - before for now, before in zip(self.host.busy_ns(), busy_before, strict=True)
         )
-        record = StepRecord(
+        record = StepRecord.of(
+            counts,
             seq=step.seq,
             step=step.step,
             phase=step.phase,
@@ -343,19 +344,6 @@ class _Engine:
             wait_cpu_s=tally.wait_cpu / NS,
             wait_io_s=tally.wait_io / NS,
             wait_decide_s=tally.wait_decide / NS,
-            evaluated=counts.evaluated,
-            active=counts.active,
-            predicted=counts.predicted,
-            predicted_active=counts.predicted_active,
-            hit_resident=counts.hit_resident,
-            hit_on_time=counts.hit_on_time,
-            late=counts.late,
-            residual=counts.residual,
-            loads=counts.loads,
-            loads_used_first=counts.loads_used_first,
-            wasted=counts.wasted,
-            cancelled=counts.cancelled,
-            evictions=counts.evictions,
             h2d_bytes=self.costs.swap_bytes(counts.loads),
             threshold_scale=(
                 threshold_scale if "threshold_scale" in self.cache.policy.knobs else nan

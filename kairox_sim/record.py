@@ -66,6 +66,11 @@ class StepRecord:
     threshold_scale: float  # the knob in force during this step; nan if nothing reads it
 
     @classmethod
+    def of(cls, counts: StepCounts, **known: Any) -> StepRecord:
+        """The cache's counts, and everything else as given."""
+        return cls(**{f.name: getattr(counts, f.name) for f in fields(counts)}, **known)
+
+    @classmethod
     def with_unknown(cls, **known: Any) -> StepRecord:
         """A record whose numeric fields are nan except the ones given."""
         blank: dict[str, Any] = {f.name: nan for f in fields(cls)}
