@@ -92,10 +92,11 @@ def plot_throughput(table: pd.DataFrame, *, slots: float | None = None) -> Figur
                   label=link_label(link))
             for i, link in enumerate(links)
         ]  # fmt: skip
+        said = f"Budget {budget:g} slots per layer{_of_neurons(rows)}"
+        if len(links) == 1:  # nothing to tell apart by shade
+            shades, said = [], f"{link_label(links[0])}. {said}"
         legend(figure, [*shades, *_bound_handles(rows)], n_columns=2)
-        footer(
-            figure, provenance(rows, table, f"Budget {budget:g} slots per layer{_of_neurons(rows)}")
-        )
+        footer(figure, provenance(rows, table, said))
     return figure
 
 
@@ -153,15 +154,19 @@ def _bound_handles(rows: pd.DataFrame) -> list[Line2D]:
 
 
 def contrast(rows: pd.DataFrame) -> str:
-    """How far apart the drawn settings are, in words: best / worst, and first link to last."""
-    tok_s = rows["tok_s_scaled"]
-    said = [f"best / worst {tok_s.max() / tok_s.min():.2f}x"]
+    """How far apart settings are, in words: best / worst, the bounds, first link to last.
+
+    The bounds are no settings: they are left out of everything but their own ratio.
+    """
+    settings = rows[~rows["policy"].isin(BOUNDS)]
+    tok_s = settings["tok_s_scaled"]
+    said = [] if settings.empty else [f"best / worst {tok_s.max() / tok_s.min():.2f}x"]
     bounds = rows.groupby("policy")["tok_s_scaled"]
     if set(BOUNDS) <= set(rows["policy"]):
         said.append(f"ceiling (all / none) {bounds.max()['all'] / bounds.min()['none']:.2f}x")
-    links = sorted(rows["link_name"].unique())
+    links = sorted(settings["link_name"].unique())
     if len(links) > 1:
-        by_link = rows.pivot_table(index="series", columns="link_name", values="tok_s_scaled")
+        by_link = settings.pivot_table(index="series", columns="link_name", values="tok_s_scaled")
         gain = (by_link[links[-1]] / by_link[links[0]]).dropna()
         if not gain.empty:
             first, last = (link_label(link).removeprefix("PCIe ") for link in (links[0], links[-1]))

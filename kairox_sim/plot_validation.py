@@ -19,6 +19,7 @@ from kairox_sim.plot_style import (
     BLUE,
     GREY,
     LIGHT_GREY,
+    SMALL_PT,
     VERMILLION,
     footer,
     house_style,
@@ -51,7 +52,7 @@ def plot_validation(table: pd.DataFrame, *, conditions: str = "") -> Figure:
     if rows.empty:
         raise KairoxError("no row has live_tok_s: there is nothing to compare with")
     with house_style():
-        below_in = 0.17 * len(rows) + 0.1
+        below_in = 0.27 * len(rows) + 0.1
         figure, (scatter, errors) = new_figure(
             2, height_in=4.1 + below_in, heights=[2.6, below_in], share_x=False
         )
@@ -110,14 +111,25 @@ def _scatter(axes: Axes, rows: pd.DataFrame) -> None:
 
 def _errors(axes: Axes, rows: pd.DataFrame) -> None:
     half = rows["live_spread"].fillna(0.0).to_numpy(np.float64) / 2 * 100
-    axes.barh(rows.index, 2 * half, 0.8, left=-half, color=LIGHT_GREY, zorder=0)
+    axes.barh(rows.index, 2 * half, 0.4, left=-half, color=LIGHT_GREY, zorder=0)
     axes.axvline(0, color=BLACK, lw=0.8, zorder=1)
     ahead = rows["uses_lookahead_or_stall"].astype(bool).to_numpy()
     for column, _, color, marker in reversed(MODELS):
         error = time_errors(rows, column) * 100
         for on, fill in ((ahead, "full"), (~ahead, "none")):
             axes.plot(error[on], rows.index[on], ls="", color=color, marker=marker, fillstyle=fill)
-    axes.set_yticks(rows.index, list(rows["setting"]))
+    for i, setting in enumerate(rows["setting"]):  # inside: names are long and the column narrow
+        axes.annotate(
+            str(setting),
+            (0.01, i + 0.24),
+            xycoords=axes.get_yaxis_transform(),
+            va="bottom",
+            fontsize=SMALL_PT,
+            color=GREY,
+            bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.4},
+        ).set_in_layout(False)
+    axes.set_yticks([])
+    axes.set_ylim(-0.5, len(rows) - 0.05)
     axes.grid(visible=True, axis="x")
     axes.grid(visible=False, axis="y")
     axes.set_xlabel("error of the time per token (%)")

@@ -133,8 +133,11 @@ def test_throughput_says_how_far_apart_the_settings_are(table: pd.DataFrame) -> 
     rows["tok_s_scaled"] = rows["policy"].map({"all": 30.0, "none": 10.0, "lru": 8.0})
     faster = rows.assign(link="pcie5", tok_s_scaled=rows["tok_s_scaled"] * 1.25)
     said = texts(plot_throughput(pd.concat([rows, faster])))
-    assert "best / worst 4.69x, ceiling (all / none) 3.75x" in said  # 37.5 / 8, 37.5 / 10
+    assert "best / worst 1.25x, ceiling (all / none) 3.75x" in said  # 10 / 8, 37.5 / 10
     assert "Gen5 over Gen3: up to +25%" in said
+    alone = texts(plot_throughput(rows))  # one bus has no shades to tell apart
+    assert "PCIe Gen3. Budget 16 slots" in alone
+    assert "\nPCIe Gen3\n" not in f"\n{alone}\n"
 
 
 def test_budget_never_shows_a_hit_rate_without_tokens_per_second(table: pd.DataFrame) -> None:
@@ -447,10 +450,13 @@ def test_moves_by_hand() -> None:
 # -- live against simulated ---------------------------------------------------------------------
 
 
+LONG = "tam(theta_evict=0.04, theta_promote=0.12) warm attn_out stall 320"
+
+
 def validation() -> pd.DataFrame:
     return pd.DataFrame(
         {
-            "setting": ["none", "lru 24", "tam+anb 24", "lru attn_out stall 24"],
+            "setting": ["none", "lru 24", LONG, "lru attn_out stall 24"],
             "live_tok_s": [8.0, 10.0, 12.5, 20.0],
             "live_spread": [0.02, 0.05, np.nan, 0.1],
             "simulated_tok_s": [8.0, 12.5, 10.0, 20.0],
@@ -476,7 +482,9 @@ def test_validation_figure_draws_every_model_and_says_its_error() -> None:
     }
     for column in ("simulated_tok_s", "null_constant_tok_s", "null_linear_tok_s"):
         assert set(zip(rows["live_tok_s"], rows[column], strict=True)) <= points
-    assert [t.get_text() for t in errors.get_yticklabels()] == list(rows["setting"])
+    assert [t.get_text() for t in errors.texts] == list(rows["setting"])
+    figure.draw_without_rendering()  # lays it out: a long name takes no room from the panels
+    assert min(axes.get_position().width for axes in (scatter, errors)) > 0.7
     said = texts(figure)
     assert "simulated (10.0%)" in said  # the median of 0, 20, 25 and 0 %
     assert "constant (22.5%)" in said  # of 20, 0, 25 and 100 %
