@@ -6,6 +6,7 @@ the simulator run without torch.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -52,6 +53,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except ValidationError as error:
         problems = (f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
         say(f"kairox: {'; '.join(problems)}")
+        sys.exit(BAD_INPUT)
+    except BrokenPipeError:
+        raise
+    except OSError as error:  # a file that cannot be made or read; every one of them has a name
+        if error.filename is None:
+            raise
+        say(f"kairox: cannot use {os.fsdecode(error.filename)!r}: {error.strerror}")
         sys.exit(BAD_INPUT)
 
 

@@ -222,4 +222,6 @@ def shape_of(name_or_path: str) -> ModelShape:
         config = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise KairoxError(f"cannot read the model's {str(file)!r}: {error}") from error
+    if not isinstance(config, dict):
+        raise KairoxError(f"{str(file)!r} holds a JSON {type(config).__name__}, not an object")
     return shape_from_config(config, name=file.parent.name or None)

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import math
 import os
 import re
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -25,6 +26,7 @@ from kairox_sim.policies.base import Late, Observes, Trigger
 from kairox_sim.units import is_size
 
 Slots = int | tuple[int, ...] | str | None
+Whole = Annotated[int, Field(strict=True, le=2**63 - 1)]  # no bool, and what a table can hold
 _DENSITY = re.compile(r"density(?::(\d+))?")
 
 
@@ -46,21 +48,21 @@ class Settings(BaseModel):
     controller: str = "fixed"
     controller_params: dict[str, Any] = Field(default_factory=dict)
     slots: Slots = None
-    swap_neurons: int = Field(default=16, ge=1)
+    swap_neurons: Whole = Field(default=16, ge=1)
     gating: Gating = "exact"
     numerics: Literal["fast"] = "fast"
     trigger: Trigger | None = None
     observes: Observes | None = None
     late: Late | None = None
     layer0: Literal["last"] = "last"
-    prefill_chunk: int = Field(default=64, ge=1)
+    prefill_chunk: Whole = Field(default=64, ge=1)
     start: Literal["empty", "warm"] = "empty"
     prior: str | None = None
     prior_sha256: str | None = None
     model_as: str | None = None
     predictor: Predictor | None = None
     prediction: str = "trace"
-    seed: int = Field(default=0, ge=0)
+    seed: Whole = Field(default=0, ge=0)
 
     @field_validator("slots", mode="before")
     @classmethod
@@ -88,6 +90,11 @@ class Settings(BaseModel):
     @classmethod
     def _text(cls, given: Any) -> Any:
         return os.fspath(given) if isinstance(given, os.PathLike) else given
+
+    @field_validator("policy_params", "controller_params")
+    @classmethod
+    def _params_given(cls, given: dict[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in given.items() if value is not None}  # the default's
 
     @field_validator("prediction")
     @classmethod
@@ -139,6 +146,10 @@ class Settings(BaseModel):
                 values[f"{chooser}_params"] = {}
         values |= fields
         for chooser in ("policy_params", "controller_params"):
+            if not isinstance(values[chooser], Mapping):
+                raise KairoxError(
+                    f"{chooser} must be a table of parameters, got {values[chooser]!r}"
+                )
             values[chooser] = dict(values[chooser])
         for key, value in overrides.items():
             if key not in fields:
@@ -217,9 +228,14 @@ def make_controller(settings: Settings) -> Controller:
 
 
 def _called(build: Any, owner: str, *args: int, **params: Any) -> Any:
+    kinds = inspect.get_annotations(build.__init__)  # text: "float", "int" or "int | None"
     for name, value in params.items():
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise KairoxError(f"{owner}'s {name} must be a number, got {value!r}")
+        if not math.isfinite(value):
+            raise KairoxError(f"{owner}'s {name} must be a finite number, got {value}")
+        if "int" in str(kinds[name]) and not isinstance(value, int):
+            raise KairoxError(f"{owner}'s {name} must be a whole number, got {value}")
     return build(*args, **params)
 
 

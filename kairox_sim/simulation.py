@@ -192,6 +192,11 @@ def _predictions(
         return None, Perfect().label if perfect else "recorded prediction"
     if trigger == "instant":
         return Perfect(), "predicted = active, landed at once"
+    if settings.predictor == "none":
+        raise KairoxError(
+            f"trigger {trigger!r} plans by what a predictor says and predictor is 'none'; use "
+            "trigger after, or another predictor (--set predictor=lookahead)"
+        )
     predictions = predictions_for(
         trace,
         trigger,

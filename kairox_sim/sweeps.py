@@ -26,6 +26,7 @@ import math
 import os
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import BrokenExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -37,6 +38,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from kairox_sim.errors import KairoxError
 from kairox_sim.metrics import METRICS, RunResult
+from kairox_sim.outputs import require_place
 from kairox_sim.policies import POLICIES
 from kairox_sim.provenance import code_version, profile_sha256
 from kairox_sim.settings import Settings, label
@@ -147,7 +149,7 @@ def _merged(base: Mapping[str, Any], axes: Mapping[str, Any]) -> dict[str, Any]:
 def _cell(overrides: Mapping[str, Any]) -> Cell:
     values = dict(overrides)
     hardware, link = str(values.pop("hardware", "pc1")), values.pop("link", OWN_LINK)
-    in_force = {values.get("policy", "tam"), values.get("controller", "fixed")}
+    in_force = (values.get("policy", "tam"), values.get("controller", "fixed"))
     for key in list(values):
         if owner_of(key) is not None and owner_of(key) not in in_force:
             del values[key]
@@ -173,6 +175,7 @@ def sweep(
     on_cell(done, of) is called as cells end, for progress.
     """
     plan = spec if isinstance(spec, Sweep) else Sweep.load(spec)
+    place = None if out is None else require_place(out, "table")
     if workers < 1:
         raise KairoxError(f"workers is {workers}, must be 1 or more")
     cells = expand(plan)
@@ -181,24 +184,46 @@ def sweep(
         machine(cell.hardware, cell.link)
     origin = {**code_version(), "trace": plan.trace, "trace_sha256": trace.sha256}
     rows: list[dict[str, Any]] = []
-    for some in _results(plan.trace, trace, cells, origin, workers):
-        rows += some
-        if on_cell is not None:
-            on_cell(len(rows), len(cells))
-    table = pa.Table.from_pylist(rows, schema=pa.schema(list(COLUMNS.items())))
-    if out is not None:
-        write_table(table, Path(out))
+    try:
+        for some in _results(plan.trace, trace, cells, origin, workers):
+            rows += some
+            if on_cell is not None:
+                on_cell(len(rows), len(cells))
+    except KeyboardInterrupt as stop:
+        raise KeyboardInterrupt(f"stopped; {_keep(rows, len(cells), place)}") from stop
+    except BrokenExecutor as died:
+        raise KairoxError(
+            f"a worker process died, for want of memory perhaps; give fewer workers than {workers}"
+            f". {_keep(rows, len(cells), place)}"
+        ) from died
+    table = _table(rows)
+    if place is not None:
+        write_table(table, place)
     return table.to_pandas()  # type: ignore[no-any-return]
+
+
+def _table(rows: list[dict[str, Any]]) -> pa.Table:
+    return pa.Table.from_pylist(rows, schema=pa.schema(list(COLUMNS.items())))
+
+
+def _keep(rows: list[dict[str, Any]], of: int, place: Path | None) -> str:
+    """Save the rows of a sweep that did not end, beside what is at `place`; says where."""
+    if place is None or not rows:
+        return f"{len(rows)} of {of} cells had ended, and none is kept"
+    beside = place.with_name(place.name + ".stopped")
+    write_table(_table(rows), beside)
+    return f"the first {len(rows)} of {of} cells are in {beside}"
 
 
 def write_table(table: pa.Table, path: Path) -> None:
     """Parquet, to a temporary name, then renamed."""
-    partial = path.with_name(path.name + ".partial")
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")  # two writers do not mix
     try:
         pq.write_table(table, partial)
+        os.replace(partial, path)
     except OSError as error:
+        partial.unlink(missing_ok=True)
         raise KairoxError(f"cannot write the table {str(path)!r}: {error}") from error
-    os.replace(partial, path)
 
 
 def read_table(path: str | Path) -> pd.DataFrame:

@@ -9,6 +9,7 @@ import typer
 
 from kairox_sim.commands.options import Json, Link, print_json, print_warnings
 from kairox_sim.errors import KairoxError
+from kairox_sim.outputs import require_place
 
 
 def best(
@@ -35,6 +36,7 @@ def best(
 
     if vram is not None and slots_max is not None:
         raise KairoxError("--vram and --slots-max both bound the budget; give one of them")
+    require_place(out, "settings")
     vram_bytes = None if vram is None else parse_bytes(vram)
     settings, row = choose(table, hardware, link=link, vram_bytes=vram_bytes, slots_max=slots_max)
     settings.dump(out)

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from kairox_sim.commands.options import Json, print_json, progress, say
+from kairox_sim.commands.record import INTERRUPTED
 
 
 def sweep(
@@ -39,14 +40,18 @@ def sweep(
     plan = plan.model_copy(update={k: str(v) for k, v in given.items() if v is not None})
     if hardware is not None:
         plan = plan.on(hardware)
-    with progress() as bar:
-        task = bar.add_task("sweeping", total=None)
-        table = run(
-            plan,
-            out,
-            workers=workers or joblib.cpu_count(),
-            on_cell=lambda done, of: bar.update(task, completed=done, total=of),
-        )
+    try:
+        with progress() as bar:
+            task = bar.add_task("sweeping", total=None)
+            table = run(
+                plan,
+                out,
+                workers=workers or joblib.cpu_count(),
+                on_cell=lambda done, of: bar.update(task, completed=done, total=of),
+            )
+    except KeyboardInterrupt as stop:
+        say(f"kairox: {stop}")
+        raise typer.Exit(INTERRUPTED) from stop
     statuses = {s: int((table["status"] == s).sum()) for s in ("ok", "refused", "failed")}
     if as_json:
         print_json({"table": str(out), "cells": len(table), **statuses})
