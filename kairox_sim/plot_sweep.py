@@ -164,7 +164,7 @@ def contrast(rows: pd.DataFrame) -> str:
     bounds = rows.groupby("policy")["tok_s_scaled"]
     if set(BOUNDS) <= set(rows["policy"]):
         said.append(f"ceiling (all / none) {bounds.max()['all'] / bounds.min()['none']:.2f}x")
-    links = sorted(settings["link_name"].unique())
+    links = sorted(set(settings["link_name"]) - {"own"})  # its own is of no generation
     if len(links) > 1:
         by_link = settings.pivot_table(index="series", columns="link_name", values="tok_s_scaled")
         gain = (by_link[links[-1]] / by_link[links[0]]).dropna()

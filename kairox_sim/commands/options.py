@@ -157,5 +157,6 @@ def exec_extra() -> Iterator[None]:
         if package not in EXEC_EXTRA:
             raise
         raise KairoxError(
-            f'this command runs a model and needs {package}: pip install "kairox[exec]"'
+            f"this command runs a model and needs {package}, of the extra `exec`: in the checkout, "
+            'pip install -e ".[exec]"'
         ) from error

@@ -54,7 +54,7 @@ def simulate(
     Ratios and times are of decode steps. A trace without any gives an empty report, a warning and
     exit code 0; bad input gives one message and exit code 2.
 
-    Example: kairox simulate eval.arrow --policy tam --controller anb --slots 2500
+    Example: kairox simulate eval.arrow --policy tam --controller anb --slots 224
     --hardware pc1 --link pcie3 --as prosparse-7b --set prediction=perfect
     """
     from kairox_sim.simulation import simulate as run

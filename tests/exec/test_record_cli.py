@@ -272,4 +272,5 @@ def test_without_torch_it_says_what_to_install(name: str) -> None:
         [sys.executable, "-c", blocked, name, *given], capture_output=True, text=True, check=False
     )
     assert ended.returncode == 2
-    assert 'needs torch: pip install "kairox[exec]"' in ended.stderr
+    assert "needs torch, of the extra `exec`" in ended.stderr
+    assert 'pip install -e ".[exec]"' in ended.stderr
