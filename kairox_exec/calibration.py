@@ -78,7 +78,12 @@ class Calibration:
         try:
             content = json.loads(beside.read_text())
             fits, runs, conditions = (content[key] for key in ("fits", "runs", "conditions"))
-        except (OSError, ValueError, KeyError) as error:
+            for row in runs:
+                float(row["seconds_per_token"]), float(row["residual_per_token"])
+            str(conditions["time"])
+            if not runs:
+                raise ValueError("no runs in it")
+        except (OSError, ValueError, KeyError, TypeError) as error:
             raise KairoxError(
                 f"no calibration runs in {str(beside)!r} ({error}); `kairox calibrate -o {path}` "
                 "writes both files"

@@ -35,6 +35,7 @@ from kairox_exec.text import (
 from kairox_sim.calllog import CallLogWriter, call_log_header
 from kairox_sim.errors import KairoxError
 from kairox_sim.hardware import HardwareProfile, LinkProfile
+from kairox_sim.outputs import require_place
 from kairox_sim.policies import POLICIES
 from kairox_sim.policies.base import Trigger
 from kairox_sim.record import StepRecord
@@ -102,8 +103,12 @@ def record(
     """
     out = Path(out)
     stream = _free_path(out, force)
-    if call_log is not None and Path(call_log).exists() and not force:
-        raise KairoxError(f"{call_log} exists; name another call log, or use force")
+    if call_log is not None:
+        log_place = require_place(call_log, "call log")
+        if log_place.resolve() == out.resolve():
+            raise KairoxError(f"the trace and the call log are both {out}; name another for one")
+        if log_place.exists() and not force:
+            raise KairoxError(f"{call_log} exists; name another call log, or use force")
     shape = model_shape(model_dir)
     tokenizer = load_tokenizer(model_dir)
     check_vocabulary(tokenizer, shape.vocab)

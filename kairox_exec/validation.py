@@ -27,13 +27,23 @@ from kairox_exec.scoring import Scored, Verdict, judge, null_models
 from kairox_sim.calllog import read_call_log
 from kairox_sim.costs import costs_for
 from kairox_sim.engine import run_trace
+from kairox_sim.errors import KairoxError
 from kairox_sim.events import Event, StepEnded
 from kairox_sim.metrics import plain, steps_frame, summarise
+from kairox_sim.outputs import require_folder
 from kairox_sim.policies import POLICIES
 from kairox_sim.prediction import Recorded
 from kairox_sim.provenance import code_version
 from kairox_sim.record import StepRecord
-from kairox_sim.settings import Settings, build_cache, label, predictor_of, shape_of, trigger_of
+from kairox_sim.settings import (
+    Settings,
+    build_cache,
+    label,
+    load_prior,
+    predictor_of,
+    shape_of,
+    trigger_of,
+)
 from kairox_sim.trace import Trace, read_trace
 
 Progress = Callable[[str, int, int], None]
@@ -62,9 +72,16 @@ class Validation:
             f"error of time per token: median {v.median_error:.1%}, worst {v.worst_error:.1%}; "
             f"a constant {v.constant_error:.1%}; with look-ahead or stall {v.ahead_error:.1%}, "
             f"linear in residual neurons {v.linear_ahead_error:.1%}",
+            f"deciding landings by its own time, the simulation differs by up to "
+            f"{self._worst('hit_on_time_points'):.1f} points of hits on time, "
+            f"{self._worst('hit_resident_points'):.1f} of hits resident and "
+            f"{100 * self._worst('loads_error'):.1f} % of loads",
             f"order: tau {v.tau:.2f} over {v.pairs} pairs that are no ties; choosing by simulation "
             f"costs {v.top1_regret:.1%} live; live times span {v.contrast:.2f} x",
         ]
+
+    def _worst(self, column: str) -> float:
+        return float(self.table[column].abs().max())
 
     def dump(self, out: str | Path) -> list[Path]:
         """validation.json (verdict, rows, conditions) and validation.parquet, in folder `out`."""
@@ -91,11 +108,16 @@ def validate(
 ) -> Validation:
     """Run and simulate every setting; keep traces and call logs in folder `out`.
 
-    swept_tok_s: by label, what a sweep had promised, for the table. Raises KairoxError where a
-    setting cannot run; a G1 or G2 that fails is in the table, not raised.
+    prior: for all, instead of the ones the settings name. swept_tok_s: by label, what a sweep had
+    promised, for the table. Raises KairoxError where a setting cannot run; a G1 or G2 that fails is
+    in the table, not raised.
     """
-    folder = Path(out)
-    folder.mkdir(parents=True, exist_ok=True)
+    if repeats < 1:
+        raise KairoxError(f"repeats is {repeats}, must be 1 or more")
+    if not settings:
+        raise KairoxError("no settings to validate; give one or more")
+    folder = require_folder(out, "report")
+    priors = _priors(settings, prior)
     sequences = text.sequences(model_dir)
     total = len(settings) * (repeats + 1)
     done = 0
@@ -110,13 +132,13 @@ def validate(
     for at, setting in enumerate(settings):
         tell(f"recording {label(setting)}")
         stem = folder / f"{at:02d}-{label(setting).replace(' ', '-').replace(':', '-')}"
-        recorded.append(_record(model_dir, setting, text, machine, stem, prior))
+        recorded.append(_record(model_dir, setting, text, machine, stem, priors[at]))
     runs: list[list[LiveRun]] = [[] for _ in settings]
     for repeat in range(repeats):
         for at, setting in enumerate(settings):
             tell(f"timing {label(setting)}, {repeat + 1} of {repeats}")
             run = run_forced(
-                model_dir, setting, machine, sequences, prefill=text.prefill, prior=prior
+                model_dir, setting, machine, sequences, prefill=text.prefill, prior=priors[at]
             )
             runs[at].append(run)
 
@@ -125,9 +147,9 @@ def validate(
         [row["residual_per_token"] for row in calibration.runs],
     )
     rows, scored = [], []
-    for setting, own, repeated in zip(settings, recorded, runs, strict=True):
+    for setting, learnt, own, repeated in zip(settings, priors, recorded, runs, strict=True):
         row, score = _compare(
-            setting, own, repeated, calibration, model_dir, prior, constant, (a, b)
+            setting, own, repeated, calibration, model_dir, learnt, constant, (a, b)
         )
         row["time"] = machine.label
         row["swept_tok_s"] = (swept_tok_s or {}).get(label(setting), float("nan"))
@@ -142,6 +164,14 @@ def validate(
         **code_version(),
     }
     return Validation(pd.DataFrame(rows), judge(scored), conditions)
+
+
+def _priors(settings: Sequence[Settings], given: Trace | None) -> list[Trace | None]:
+    """What each setting learns from, every file read once."""
+    read: dict[str, Trace] = {}
+    for path in {s.prior for s in settings if given is None and s.prior is not None}:
+        read[path] = read_trace(path)
+    return [load_prior(s, given or (None if s.prior is None else read[s.prior])) for s in settings]
 
 
 @dataclass(frozen=True, slots=True)

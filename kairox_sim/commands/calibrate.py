@@ -16,6 +16,7 @@ from kairox_sim.commands.options import (
     wide_console,
 )
 from kairox_sim.commands.record import Device, Emulate, Model, Threads, TimeScale
+from kairox_sim.outputs import require_place
 
 if TYPE_CHECKING:
     from kairox_exec.calibration import Calibration
@@ -50,6 +51,8 @@ def calibrate(
         from kairox_exec.live_run import ForcedText, machine_for
         from kairox_exec.live_run import calibrate as run
 
+    require_place(out, "profile")
+    require_place(out.with_suffix(".json"), "calibration runs")
     set_threads(threads or 1)
     machine = machine_for(model, device, emulate=emulate, model_as=model_as, time_scale=time_scale)
     with progress() as bar:

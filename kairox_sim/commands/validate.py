@@ -23,6 +23,7 @@ from kairox_sim.commands.options import (
 )
 from kairox_sim.commands.record import Device, Emulate, Model, Threads, TimeScale
 from kairox_sim.errors import KairoxError
+from kairox_sim.outputs import require_folder
 
 if TYPE_CHECKING:
     from kairox_exec.validation import Validation
@@ -58,7 +59,9 @@ def validate(
     time_scale: TimeScale = None,
     tokens: Annotated[int, typer.Option(help="Tokens fed, prefill included.")] = 160,
     skip: Annotated[int, typer.Option(help="Tokens of the text to leave out first.")] = 0,
-    repeats: Annotated[int, typer.Option(help="Timed runs of each setting, interleaved.")] = 5,
+    repeats: Annotated[
+        int, typer.Option(min=1, help="Timed runs of each setting, interleaved.")
+    ] = 5,
     threads: Threads = None,
     as_json: Json = False,
 ) -> None:
@@ -78,8 +81,6 @@ def validate(
         from kairox_exec.live_run import ForcedText, calibrate, machine_for
         from kairox_exec.validation import validate as run
 
-    from kairox_sim.settings import load_prior
-
     files = [*(settings or ()), *(more or ())]
     chosen = [
         settings_from(
@@ -95,6 +96,7 @@ def validate(
         for file in files or [None]
     ]
     target = _one_model(chosen)
+    require_folder(out, "report")
     set_threads(threads or 1)
     machine = machine_for(model, device, emulate=emulate, model_as=target, time_scale=time_scale)
     fed = ForcedText([text], tokens=tokens, skip=skip)
@@ -114,7 +116,7 @@ def validate(
                 f"{hardware} was calibrated on {calibration.conditions['time']} and these runs are "
                 f"on {machine.label}; calibrate on the same machine, or leave out --hardware"
             )
-        with_prior = next((s for s in chosen if s.prior is not None), None)
+        calibration.dump(out / "hw.toml")  # before what may be stopped
         result = run(
             model,
             chosen,
@@ -122,11 +124,9 @@ def validate(
             calibration,
             machine,
             out,
-            prior=None if with_prior is None else load_prior(with_prior),
             repeats=repeats,
             on_progress=show,
         )
-    calibration.dump(out / "hw.toml")
     result.dump(out)
     if as_json:
         print_json(result.to_dict())
