@@ -44,8 +44,10 @@ def best(
     if as_json:
         print_json({"settings_file": str(out), "row": row})
         return
+    scaled = row["tok_s_scaled"]  # what figures show
+    of_model = "" if scaled == row["tok_s"] else f" ({scaled:.4g} scaled to the model's layers)"
     typer.echo(
-        f"{out}: {row['label']} on {row['machine']}: {row['tok_s']:.4g} tokens/s simulated, "
-        f"{row['hit_on_time']:.1%} on time, {row['device_bytes'] / 1e9:.2f} GB of device memory "
-        f"({row['costs']}; {row['prediction_label']})"
+        f"{out}: {row['label']} on {row['machine']}: {row['tok_s']:.4g} tokens/s{of_model} "
+        f"simulated, {row['hit_on_time']:.1%} on time, {row['device_bytes'] / 1e9:.2f} GB of device "
+        f"memory ({row['costs']}; {row['prediction_label']})"
     )
