@@ -48,6 +48,6 @@ def best(
     of_model = "" if scaled == row["tok_s"] else f" ({scaled:.4g} scaled to the model's layers)"
     typer.echo(
         f"{out}: {row['label']} on {row['machine']}: {row['tok_s']:.4g} tokens/s{of_model} "
-        f"simulated, {row['hit_on_time']:.1%} on time, {row['device_bytes'] / 1e9:.2f} GB of device "
-        f"memory ({row['costs']}; {row['prediction_label']})"
+        f"simulated, {row['hit_on_time']:.1%} on time, {row['device_bytes'] / 1e9:.2f} GB "
+        f"of device memory ({row['costs']}; {row['prediction_label']})"
     )
