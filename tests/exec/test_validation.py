@@ -5,6 +5,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import pytest
 
@@ -14,7 +15,7 @@ from kairox_exec.live_run import ForcedText, LiveRun, Machine, run_forced
 from kairox_exec.recording import record
 from kairox_exec.validation import Validation, validate
 from kairox_sim.errors import KairoxError
-from kairox_sim.hardware import load_profile
+from kairox_sim.hardware import load_profile, scaled
 from kairox_sim.metrics import steps_frame, summarise
 from kairox_sim.settings import Settings, label
 from kairox_sim.simulation import simulate
@@ -51,7 +52,7 @@ def settings(priors: list[str]) -> list[Settings]:
     return [
         Settings(policy="static", slots=150, prior=priors[0]),
         Settings(policy="static", slots=150, prior=priors[1], trigger="attn_out"),
-        Settings(policy="tam", slots=150, policy_params=low),
+        Settings(policy="tam", slots=150, policy_params=low, swap_neurons=3),
     ]
 
 
@@ -98,6 +99,7 @@ def test_repeats_are_interleaved_and_each_row_is_of_its_own_runs(
         assert row["error"] == pytest.approx(row["live_tok_s"] / row["simulated_tok_s"] - 1)
         slower = steps_frame(max(own, key=lambda run: run.per_token("wall_s")).records)
         assert row["live_hit_on_time"] == summarise(slower, 6)["hit_on_time"]
+        assert row["live_gpu_s"] == summarise(slower, 6)["gpu_s"]
 
 
 def test_every_setting_starts_from_its_own_prior_live_recorded_and_simulated(
@@ -110,8 +112,9 @@ def test_every_setting_starts_from_its_own_prior_live_recorded_and_simulated(
     hits = table["live_hit_resident"]
     assert hits[0] != hits[1]  # the same policy and budget, another prior
     assert (table["simulated_hit_resident"][:2] == hits[:2]).all()
-    for at, setting in enumerate(settings[:2]):
-        trace = read_trace(next(out.glob(f"{at:02d}-*[0-9].arrow")))
+    for at, setting in enumerate(settings):
+        found = [p for p in out.glob(f"{at:02d}-*.arrow") if ".calls." not in p.name]
+        trace = read_trace(found[0])
         again = simulate(trace, setting, hardware="pc1").summary
         assert table["simulated_tok_s"][at] == pytest.approx(again["tok_s"])
         assert table["simulated_hit_on_time"][at] == again["hit_on_time"]
@@ -186,3 +189,18 @@ def test_a_log_in_place_of_the_trace_or_nowhere_is_refused_before_recording(
         with pytest.raises(KairoxError, match=said):
             record(tiny_reglu_dir, text, out, tokens=40, call_log=log, force=True)
         assert not out.exists()
+
+
+def test_a_run_without_a_decode_step_is_refused(tiny_reglu_dir: Path) -> None:
+    tokens = [np.arange(1, 9, dtype=np.int32)]
+    with pytest.raises(KairoxError, match="no decode steps"):
+        run_forced(tiny_reglu_dir, Settings(policy="none"), CPU, tokens, prefill=8)
+
+
+def test_a_machine_that_is_asked_too_much_says_so(tiny_reglu_dir: Path) -> None:
+    """At a millionth of its durations no op can keep the pace."""
+    hasty = Machine("emulated", scaled(load_profile("emu-pc1"), 1e-6))
+    tokens = [np.arange(1, 6, dtype=np.int32)]
+    run = run_forced(tiny_reglu_dir, Settings(policy="none"), hasty, tokens, prefill=2)
+    assert run.overrun_share > 0.5
+    assert len(run.records) == 4
