@@ -134,7 +134,7 @@ def _result(
 ) -> RunResult:
     device, steps = runner.device, steps_frame(records)
     costs, ending = device.costs, runner.ending
-    paced_by = "unpaced" if profile is None else f"time_scale {profile.time_scale:g}"
+    paced_by = "unpaced" if profile is None else f"slowed {profile.time_scale:g} x"
     overruns = device.n_overruns / device.n_ops if device.n_ops else np.nan
     warnings = []
     if costs is not None and overruns > 0.02:

@@ -72,7 +72,8 @@ class Machine:
         """Emulated or measured, for every table."""
         if self.profile is None:
             return f"measured on this machine's {self.device}"
-        return f"emulated {self.profile.name}, time_scale {self.profile.time_scale:g}"
+        slowed = f"slowed {self.profile.time_scale:g} x"
+        return f"emulated {self.profile.name}, {slowed}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,7 +230,7 @@ def calibrate(
     calibration = fit_profile(
         runs,
         costs,
-        name=f"calibrated-{machine.device}" + (f"-{known.name}" if machine.profile else ""),
+        name=_calibrated_name(machine),
         machine=known,
         measured_on=machine.label,
         calibrated_as=target.name,
@@ -241,6 +242,13 @@ def calibrate(
         "machine": machine_facts(),
     }
     return replace(calibration, conditions=conditions)
+
+
+def _calibrated_name(machine: Machine) -> str:
+    """An emulated machine is slower than the one it stands for: its name says how much."""
+    if machine.profile is None:
+        return f"calibrated-{machine.device}"
+    return f"calibrated-{machine.profile.name}-slowed-{machine.profile.time_scale:g}x"
 
 
 def _this_host() -> HardwareProfile:

@@ -69,15 +69,21 @@ class Validation:
         outcome = {True: "passes", False: "fails", None: "claims nothing"}[v.passed]
         return [
             f"G3 {outcome}" + (": " + "; ".join(v.reasons) if v.reasons else ""),
-            f"error of time per token: median {v.median_error:.1%}, worst {v.worst_error:.1%}; "
-            f"a constant {v.constant_error:.1%}; with look-ahead or stall {v.ahead_error:.1%}, "
-            f"linear in residual neurons {v.linear_ahead_error:.1%}",
+            f"error of time per token: median {_share(v.median_error)}, worst "
+            f"{_share(v.worst_error)}; a constant {_share(v.constant_error)}; with look-ahead or "
+            f"stall {_share(v.ahead_error)}, linear in residual neurons "
+            f"{_share(v.linear_ahead_error)}",
             f"deciding landings by its own time, the simulation differs by up to "
             f"{self._worst('hit_on_time_points'):.1f} points of hits on time, "
             f"{self._worst('hit_resident_points'):.1f} of hits resident and "
-            f"{100 * self._worst('loads_error'):.1f} % of loads",
-            f"order: tau {v.tau:.2f} over {v.pairs} pairs that are no ties; choosing by simulation "
-            f"costs {v.top1_regret:.1%} live; live times span {v.contrast:.2f} x",
+            f"{_share(self._worst('loads_error'))} of loads",
+            (
+                f"order: tau {v.tau:.2f} over {v.pairs} pairs that are no ties"
+                if v.pairs
+                else "order: every pair is a tie"
+            )
+            + f"; choosing by simulation costs {_share(v.top1_regret)} live; live times span "
+            f"{v.contrast:.2f} x",
         ]
 
     def _worst(self, column: str) -> float:
@@ -164,6 +170,10 @@ def validate(
         **code_version(),
     }
     return Validation(pd.DataFrame(rows), judge(scored), conditions)
+
+
+def _share(value: float) -> str:
+    return "unknown" if value != value else f"{value:.1%}"
 
 
 def _priors(settings: Sequence[Settings], given: Trace | None) -> list[Trace | None]:

@@ -154,13 +154,15 @@ def _bound_handles(rows: pd.DataFrame) -> list[Line2D]:
 
 
 def contrast(rows: pd.DataFrame) -> str:
-    """How far apart settings are, in words: best / worst, the bounds, first link to last.
-
-    The bounds are no settings: they are left out of everything but their own ratio.
+    """How far apart settings are, in words: best / worst without and with the bounds, the ratio of
+    the bounds, first link to last.
     """
     settings = rows[~rows["policy"].isin(BOUNDS)]
     tok_s = settings["tok_s_scaled"]
+    everything = rows["tok_s_scaled"]
     said = [] if settings.empty else [f"best / worst {tok_s.max() / tok_s.min():.2f}x"]
+    if len(settings) < len(rows):
+        said.append(f"with the bounds {everything.max() / everything.min():.2f}x")
     bounds = rows.groupby("policy")["tok_s_scaled"]
     if set(BOUNDS) <= set(rows["policy"]):
         said.append(f"ceiling (all / none) {bounds.max()['all'] / bounds.min()['none']:.2f}x")
@@ -172,8 +174,9 @@ def contrast(rows: pd.DataFrame) -> str:
             first, last = (link_label(link).removeprefix("PCIe ") for link in (links[0], links[-1]))
             best = gain.idxmax()
             assert isinstance(best, Series)
-            said.append(f"{last} over {first}: up to {gain.max() - 1:+.0%} ({best.name})")
-    return ", ".join(said[:2]) + "".join(f"\n{more}" for more in said[2:])
+            said.append(f"{last} over {first} up to {gain.max() - 1:+.0%} ({best.name})")
+    lines = [", ".join(said[at : at + 2]) for at in range(0, len(said), 2)]
+    return "\n".join(lines)
 
 
 def plot_budget(

@@ -93,7 +93,7 @@ def simulate(
         unused_yet=run.unused_yet,
         cancelled_at_end=run.cancelled_at_end,
         slices=run.slices,
-        warnings=(*trace.warnings, *_warnings(trace, cache, plan, summary)),
+        warnings=(*trace.warnings, *_warnings(settings, trace, cache, plan, summary)),
         settings=_as_run(settings, learnt_from).model_dump(mode="json"),
         provenance={
             **code_version(),
@@ -234,9 +234,20 @@ def _labels(
 
 
 def _warnings(
-    trace: Trace, cache: NeuronCache, plan: MemoryPlan, summary: dict[str, float]
+    settings: Settings,
+    trace: Trace,
+    cache: NeuronCache,
+    plan: MemoryPlan,
+    summary: dict[str, float],
 ) -> list[str]:
     said = []
+    asked = settings.slots if isinstance(settings.slots, tuple) else (settings.slots,)
+    most = max((s for s in asked if isinstance(s, int)), default=0)
+    if most > cache.n_neurons:
+        said.append(
+            f"{most} slots asked for and a layer has {cache.n_neurons} neurons: every neuron has "
+            "a slot; slots count neurons of the trace, also in a stand-in"
+        )
     if summary["n_decode"] == 0:
         said.append("the trace has no decode steps: the report is empty (null is unknown)")
     mean_slots = sum(cache.capacity) / cache.n_layers

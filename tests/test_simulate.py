@@ -278,6 +278,14 @@ def test_no_policy_headroom_is_said() -> None:
     assert run(policy="tam", slots=3).warnings == ()  # a filter chooses what to keep
 
 
+def test_more_slots_than_neurons_is_said() -> None:
+    n, pc1 = TRACE.header.n_neurons, load_profile("pc1")
+    roomy = pc1.model_copy(update={"vram_bytes": pc1.vram_bytes.model_copy(update={"value": 1e12})})
+    more = run(policy="lru", slots=n + 1, hardware=roomy)
+    assert any(text.startswith(f"{n + 1} slots asked for") for text in more.warnings)
+    assert run(policy="lru", slots=n, hardware=roomy).warnings == ()
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_trace_without_tokens_is_an_empty_report(policy: str) -> None:
     empty = of_chunks([], 64, n_layers=2)

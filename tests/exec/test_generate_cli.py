@@ -97,7 +97,7 @@ def test_an_emulated_machine_is_named(command: list[object], capsys: Capture) ->
     said = json.loads(capsys.readouterr().out)
     labels, summary = said["labels"], said["summary"]
     assert labels["time"] == "emulated"
-    assert labels["hardware"] == "emu-pc1, time_scale 5"
+    assert labels["hardware"] == "emu-pc1, slowed 5 x"
     assert labels["costs"] == "stand-in: tiny-reglu activations, prosparse-7b costs"
     assert summary["tok_s_scaled"] == pytest.approx(summary["tok_s"] * 6 / 32)
     # Paced: six layers of attention alone take 0.34 ms x 5 each.
