@@ -42,7 +42,7 @@ def kairox(*arguments: object) -> None:
 
 
 def say_contrast(table: pd.DataFrame) -> None:
-    """How far apart the settings of the main figure are, beside what is possible at all."""
+    """How far apart the settings of the main figure are; ceiling: all resident / none resident."""
     for gating, rows in drawable(table).groupby("gating"):
         said = contrast(rows).replace("\n", ", ")
         sys.stdout.write(f"main figure, gating {gating}: {said}\n")

@@ -96,6 +96,8 @@ def plot_throughput(table: pd.DataFrame, *, slots: float | None = None) -> Figur
         if len(links) == 1:  # nothing to tell apart by shade
             shades, said = [], f"{link_label(links[0])}. {said}"
         legend(figure, [*shades, *_bound_handles(rows)], n_columns=2)
+        if set(BOUNDS) <= set(rows["policy"]):
+            said += ". Ceiling: all resident / none resident"
         footer(figure, provenance(rows, table, said))
     return figure
 
@@ -154,18 +156,18 @@ def _bound_handles(rows: pd.DataFrame) -> list[Line2D]:
 
 
 def contrast(rows: pd.DataFrame) -> str:
-    """How far apart settings are, in words: best / worst without and with the bounds, the ratio of
-    the bounds, first link to last.
+    """How far apart settings are, in words: best / worst without and with the bounds, the ceiling
+    (all resident / none resident), and first link to last.
     """
     settings = rows[~rows["policy"].isin(BOUNDS)]
     tok_s = settings["tok_s_scaled"]
-    everything = rows["tok_s_scaled"]
+    everything, gained = rows["tok_s_scaled"], []
     said = [] if settings.empty else [f"best / worst {tok_s.max() / tok_s.min():.2f}x"]
     if len(settings) < len(rows):
         said.append(f"with the bounds {everything.max() / everything.min():.2f}x")
     bounds = rows.groupby("policy")["tok_s_scaled"]
     if set(BOUNDS) <= set(rows["policy"]):
-        said.append(f"ceiling (all / none) {bounds.max()['all'] / bounds.min()['none']:.2f}x")
+        said.append(f"ceiling {bounds.max()['all'] / bounds.min()['none']:.2f}x")
     links = sorted(set(settings["link_name"]) - {"own"})  # its own is of no generation
     if len(links) > 1:
         by_link = settings.pivot_table(index="series", columns="link_name", values="tok_s_scaled")
@@ -174,9 +176,8 @@ def contrast(rows: pd.DataFrame) -> str:
             first, last = (link_label(link).removeprefix("PCIe ") for link in (links[0], links[-1]))
             best = gain.idxmax()
             assert isinstance(best, Series)
-            said.append(f"{last} over {first} up to {gain.max() - 1:+.0%} ({best.name})")
-    lines = [", ".join(said[at : at + 2]) for at in range(0, len(said), 2)]
-    return "\n".join(lines)
+            gained.append(f"{last} over {first} up to {gain.max() - 1:+.0%} ({best.name})")
+    return ", ".join(said) + "".join(f"\n{more}" for more in gained)
 
 
 def plot_budget(
