@@ -13,6 +13,7 @@ from kairox_exec import validation
 from kairox_exec.calibration import Calibration
 from kairox_exec.live_run import ForcedText, LiveRun, Machine, run_forced
 from kairox_exec.recording import record
+from kairox_exec.text import encode_file, load_tokenizer
 from kairox_exec.validation import Validation, validate
 from kairox_sim.errors import KairoxError
 from kairox_sim.hardware import load_profile, scaled
@@ -204,3 +205,13 @@ def test_a_machine_that_is_asked_too_much_says_so(tiny_reglu_dir: Path) -> None:
     run = run_forced(tiny_reglu_dir, Settings(policy="none"), hasty, tokens, prefill=2)
     assert run.overrun_share > 0.5
     assert len(run.records) == 4
+
+
+def test_forced_text_is_the_files_own_tokens_from_skip_on(
+    tiny_reglu_dir: Path, prompts_dir: Path
+) -> None:
+    whole = encode_file(prompts_dir / "prose.txt", load_tokenizer(tiny_reglu_dir)).token_ids
+    text = ForcedText([prompts_dir / "prose.txt"], tokens=50, skip=7, prefill=4, window=30)
+    first, second = text.sequences(tiny_reglu_dir)
+    assert np.array_equal(np.concatenate([first, second]), whole[7:57])
+    assert first.size == 30
