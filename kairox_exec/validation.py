@@ -139,6 +139,7 @@ def validate(
         tell(f"recording {label(setting)}")
         stem = folder / f"{at:02d}-{label(setting).replace(' ', '-').replace(':', '-')}"
         recorded.append(_record(model_dir, setting, text, machine, stem, priors[at]))
+    (folder / "runs.jsonl").unlink(missing_ok=True)
     runs: list[list[LiveRun]] = [[] for _ in settings]
     for repeat in range(repeats):
         for at, setting in enumerate(settings):
@@ -147,6 +148,7 @@ def validate(
                 model_dir, setting, machine, sequences, prefill=text.prefill, prior=priors[at]
             )
             runs[at].append(run)
+            _keep(folder / "runs.jsonl", repeat, setting, run)
 
     constant, (a, b) = null_models(
         [row["seconds_per_token"] for row in calibration.runs],
@@ -170,6 +172,19 @@ def validate(
         **code_version(),
     }
     return Validation(pd.DataFrame(rows), judge(scored), conditions)
+
+
+def _keep(path: Path, repeat: int, settings: Settings, run: LiveRun) -> None:
+    """A line per timed run as soon as it is over, so that stopping loses none of them."""
+    line = {
+        "setting": label(settings),
+        "repeat": repeat,
+        "seconds_per_token": run.per_token("wall_s"),
+        "residual_per_token": run.per_token("residual"),
+        "overrun_share": run.overrun_share,
+    }
+    with path.open("a") as lines:
+        lines.write(json.dumps(line) + "\n")
 
 
 def _share(value: float) -> str:

@@ -84,7 +84,7 @@ def read_figure_table(path: str | Path) -> pd.DataFrame:
         ) from error
 
 
-NO_COLUMNS = "the table has no"  # how the reason begins where a figure is of another kind of table
+NO_COLUMNS = "the table lacks"  # how the reason begins where a figure is of another kind of table
 
 
 def plot_all(
@@ -106,6 +106,10 @@ def plot_all(
     not drawn. KairoxError if nothing can be.
     """
     rows = table if isinstance(table, pd.DataFrame) else read_figure_table(table)
+    if link is not None and "link" in rows:
+        known = sorted({"own" if pd.isna(name) else str(name) for name in rows["link"]})
+        if link not in known:
+            raise KairoxError(f"the table has no link {link!r}; it has {', '.join(known)}")
     skipped: dict[str, str] = {}
     paths: list[Path] = []
     for name, needed in FIGURES.items():

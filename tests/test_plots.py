@@ -517,7 +517,7 @@ def test_plot_all_draws_what_it_can_and_says_what_it_cannot(
     ]
     assert all(p.is_file() for p in drawn)
     assert set(skipped) == {"pipeline", "momentum", "controller", "validation"}
-    assert skipped["validation"] == "the table has no setting, live_tok_s, live_spread and 4 more"
+    assert skipped["validation"] == "the table lacks setting, live_tok_s, live_spread and 4 more"
 
 
 def test_plot_all_of_one_budget_has_no_figure_against_budget(
@@ -529,6 +529,12 @@ def test_plot_all_of_one_budget_has_no_figure_against_budget(
     drawn = plot_all(rows, tmp_path, formats=["svg"], slots=16, on_skip=skipped.__setitem__)
     assert [p.name for p in drawn] == ["throughput_pc1.svg", "time_split_pc1_predicted_pcie3.svg"]
     assert "two budgets or more" in skipped["budget"]
+
+
+def test_a_link_that_the_table_does_not_have(tmp_path: Path, table: pd.DataFrame) -> None:
+    with pytest.raises(KairoxError, match="no link 'pcie9'; it has "):
+        plot_all(table, tmp_path, link="pcie9")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_plot_all_draws_what_was_chosen(tmp_path: Path, table: pd.DataFrame) -> None:

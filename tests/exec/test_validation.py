@@ -103,6 +103,17 @@ def test_repeats_are_interleaved_and_each_row_is_of_its_own_runs(
         assert row["live_gpu_s"] == summarise(slower, 6)["gpu_s"]
 
 
+def test_every_timed_run_is_on_disk_as_soon_as_it_is_over(made: Made) -> None:
+    _, runs, out = made
+    lines = [json.loads(line) for line in (out / "runs.jsonl").read_text().splitlines()]
+    assert [(line["setting"], line["repeat"]) for line in lines] == [
+        (label(setting), at // 3) for at, (setting, _) in enumerate(runs)
+    ]
+    assert [line["seconds_per_token"] for line in lines] == [
+        run.per_token("wall_s") for _, run in runs
+    ]
+
+
 def test_every_setting_starts_from_its_own_prior_live_recorded_and_simulated(
     made: Made, settings: list[Settings]
 ) -> None:
