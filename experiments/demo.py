@@ -17,7 +17,8 @@ import pandas as pd
 from experiments import fig04_pipeline, fig05_momentum, fig06_anb, fig07_validation
 from experiments.demo_live import run_live
 from experiments.figure import draw_to
-from kairox_sim.cli import main as program
+from kairox_exec.calibration import PaceError
+from kairox_sim.cli import app as program
 from kairox_sim.errors import KairoxError
 from kairox_sim.plot_sweep import contrast, drawable
 from kairox_sim.sweeps import read_table
@@ -30,15 +31,24 @@ TARGET, EMULATED = "prosparse-7b", "emu-pc1"
 
 
 def kairox(*arguments: object) -> None:
-    """Run one command of the program in this process."""
+    """Run one command of the program in this process; KairoxError where it would exit with 2."""
     words = [str(argument) for argument in arguments]
     sys.stdout.write(f"\n$ kairox {shlex.join(words)}\n")
     sys.stdout.flush()
-    try:
-        program(words)
-    except SystemExit as done:
-        if done.code:
-            raise
+    program(args=words, standalone_mode=False)
+
+
+def kairox_calibrate(hardware: Path) -> None:
+    """Calibrate, more slowly if this machine is too busy or too slow for the default pace."""
+    text = ("--model", MODEL, "--text", DOMAINS[0], "--skip", 12288, "-o", hardware)
+    emulated = ("--device", "emulated", "--emulate", EMULATED, "--as", TARGET)
+    for pace in ((), ("--time-scale", 10), ("--time-scale", 20)):
+        try:
+            kairox("calibrate", *text, *emulated, *pace)
+            return
+        except PaceError as error:
+            sys.stdout.write(f"{error}\n")
+    raise KairoxError("this machine is too busy to emulate another one; try again when it is idle")
 
 
 def say_contrast(table: pd.DataFrame) -> None:
@@ -63,9 +73,7 @@ def demo(out: Path) -> None:
     kairox("record", *texts, "--skip", 8192, "-o", prior)
     kairox("record", *texts, "-o", trace)
     kairox("info", trace)
-    emulated = ("--device", "emulated", "--emulate", EMULATED, "--as", TARGET)
-    text = ("--model", MODEL, "--text", DOMAINS[0], "--skip", 12288)
-    kairox("calibrate", *text, *emulated, "-o", hardware)
+    kairox_calibrate(hardware)
     table = out / "sweep.parquet"
     kairox("sweep", HERE / "demo.toml", *pair, "--hardware", hardware, "-o", table)
     kairox("plot", table, "-o", figures)

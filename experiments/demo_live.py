@@ -40,8 +40,13 @@ def run_live(out: Path, table: pd.DataFrame, *, prior: Path, hardware: Path) -> 
     """Run them live on the emulated machine, print the table; returns the table on disk."""
     set_threads(1)
     calibration = Calibration.load(hardware)
+    profile = calibration.profile
     machine = machine_for(
-        MODEL, "emulated", emulate=EMULATED, model_as=calibration.profile.calibrated_as
+        MODEL,
+        "emulated",
+        emulate=EMULATED,
+        model_as=profile.calibrated_as,
+        time_scale=profile.time_scale,
     )
     settings, swept = chosen(table, Settings.load(out / "best.toml"))
     # Every domain, a short window each: 24 decode steps after a prefill of 16.

@@ -33,6 +33,10 @@ from kairox_sim.hardware import Op as OpCost
 OVERRUN_LIMIT = 0.02  # more overruns than this and an emulated run says nothing about its pacing
 
 
+class PaceError(KairoxError):
+    """An emulated machine whose real work took longer than what it emulates, too often."""
+
+
 @dataclass(frozen=True, slots=True)
 class StepOps:
     """One step as the device logged it."""
@@ -109,7 +113,7 @@ def fit_profile(
     """
     for run in runs:
         if run.overrun_share > OVERRUN_LIMIT:
-            raise KairoxError(
+            raise PaceError(
                 f"{run.label}: {run.overrun_share:.1%} of ops took longer than the emulated "
                 f"machine allows (limit {OVERRUN_LIMIT:.0%}); close other programs or raise "
                 "time_scale"

@@ -5,7 +5,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kairox_exec.calibration import OVERRUN_LIMIT, Calibration, StepOps, TimedRun, fit_profile
+from kairox_exec.calibration import (
+    OVERRUN_LIMIT,
+    Calibration,
+    PaceError,
+    StepOps,
+    TimedRun,
+    fit_profile,
+)
 from kairox_exec.fitting import fit_copies, fit_line
 from kairox_exec.live import set_threads
 from kairox_exec.live_run import ForcedText, Machine, calibrate, machine_for
@@ -66,7 +73,7 @@ def test_a_machine_that_cannot_keep_its_pace_is_refused() -> None:
     op = Op("gpu", "attention", 0, 0, 10, Size(n_tokens=1, context_len=1))
     run = TimedRun("busy", "tam", [StepOps(0, 10, 1, [op])], 1.0, 1.0, OVERRUN_LIMIT * 1.01)
     profile = load_profile("emu-pc1")
-    with pytest.raises(KairoxError, match="took longer than the emulated machine allows"):
+    with pytest.raises(PaceError, match="took longer than the emulated machine allows"):
         fit_profile([run], costs_on(profile), name="x", machine=profile, measured_on="x",
                     calibrated_as=None)  # fmt: skip
 
@@ -117,10 +124,8 @@ def test_the_fit_follows_every_pacing_constant(
         machine = Machine("emulated", profile)
         try:
             calibration = calibrate(tiny_reglu_dir, text, machine, model_as=TARGET)
-        except KairoxError as error:
-            if "took longer than" in str(error):
-                pytest.skip(f"this machine is too busy to emulate another: {error}")
-            raise
+        except PaceError as error:
+            pytest.skip(f"this machine is too busy to emulate another: {error}")
         fitted, asked = op_seconds(costs_on(calibration.profile)), op_seconds(costs_on(profile))
         for name in parts:
             moved = asked[name] / paced[name]
