@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -45,6 +45,8 @@ from kairox_sim.settings import (
     trigger_of,
 )
 from kairox_sim.trace import Trace, read_trace
+
+GATE_REPEATS, GATE_TOKENS = 5, 128  # of fewer, figures are printed and nothing is claimed
 
 Progress = Callable[[str, int, int], None]
 """(what is running, done, of how many)"""
@@ -171,7 +173,14 @@ def validate(
         "machine": machine_facts(),
         **code_version(),
     }
-    return Validation(pd.DataFrame(rows), judge(scored), conditions)
+    verdict = judge(scored)
+    if repeats < GATE_REPEATS or rows[0]["decode_tokens"] < GATE_TOKENS:
+        why = (
+            f"{repeats} repeats of {rows[0]['decode_tokens']} tokens; gate G3 asks for "
+            f"{GATE_REPEATS} of {GATE_TOKENS} or more"
+        )
+        verdict = replace(verdict, passed=None, reasons=(why,))
+    return Validation(pd.DataFrame(rows), verdict, conditions)
 
 
 def _keep(path: Path, repeat: int, settings: Settings, run: LiveRun) -> None:

@@ -103,6 +103,13 @@ def test_repeats_are_interleaved_and_each_row_is_of_its_own_runs(
         assert row["live_gpu_s"] == summarise(slower, 6)["gpu_s"]
 
 
+def test_few_repeats_of_few_tokens_claim_nothing(made: Made) -> None:
+    result, _, _ = made
+    assert result.verdict.passed is None
+    assert result.verdict.reasons == ("2 repeats of 12 tokens; gate G3 asks for 5 of 128 or more",)
+    assert result.said()[0].startswith("G3 claims nothing: 2 repeats")
+
+
 def test_every_timed_run_is_on_disk_as_soon_as_it_is_over(made: Made) -> None:
     _, runs, out = made
     lines = [json.loads(line) for line in (out / "runs.jsonl").read_text().splitlines()]
