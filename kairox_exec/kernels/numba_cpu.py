@@ -30,29 +30,6 @@ def gate_all(
     return out
 
 
-def ffn_rows(
-    x: torch.Tensor,
-    rows: torch.Tensor,
-    index: torch.Tensor,
-    *,
-    gated: bool,
-    act: torch.Tensor | None = None,
-    gate_b: torch.Tensor | None = None,
-    up_b: torch.Tensor | None = None,
-    threshold: float = 0.0,
-) -> torch.Tensor:
-    return ffn_union(
-        x[None],
-        rows,
-        index,
-        gated=gated,
-        act=None if act is None else act[None],
-        gate_b=gate_b,
-        up_b=up_b,
-        threshold=threshold,
-    )[0]
-
-
 def ffn_union(
     x: torch.Tensor,
     rows: torch.Tensor,

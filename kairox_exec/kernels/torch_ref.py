@@ -28,34 +28,6 @@ def gate_all(
     return torch.where(gate > threshold, gate, torch.zeros_like(gate))
 
 
-def ffn_rows(
-    x: torch.Tensor,
-    rows: torch.Tensor,
-    index: torch.Tensor,
-    *,
-    gated: bool,
-    act: torch.Tensor | None = None,
-    gate_b: torch.Tensor | None = None,
-    up_b: torch.Tensor | None = None,
-    threshold: float = 0.0,
-) -> torch.Tensor:
-    """Partial FFN output of the neurons in `index`, one token.
-
-    x [d_model]; act, gate_b, up_b [n], per entry -> y [d_model]. With `act` the gate row, if there
-    is one, is not read; without, the gate is computed here and entries that do not fire add 0.
-    """
-    return ffn_union(
-        x[None],
-        rows,
-        index,
-        gated=gated,
-        act=None if act is None else act[None],
-        gate_b=gate_b,
-        up_b=up_b,
-        threshold=threshold,
-    )[0]
-
-
 def ffn_union(
     x: torch.Tensor,
     rows: torch.Tensor,
@@ -67,9 +39,11 @@ def ffn_union(
     up_b: torch.Tensor | None = None,
     threshold: float = 0.0,
 ) -> torch.Tensor:
-    """The same for a chunk of tokens and the union of their neurons: one GEMM per row kind.
+    """Partial FFN output of the neurons in `index`, for one token or a chunk and its union.
 
-    x [n_tokens, d_model]; act [n_tokens, n]; gate_b, up_b [n] -> y [n_tokens, d_model].
+    x [n_tokens, d_model]; act [n_tokens, n]; gate_b, up_b [n] -> y [n_tokens, d_model]. With `act`
+    the gate row, if there is one, is not read; without, the gate is computed here and entries that
+    do not fire add 0. One GEMM per row kind for a chunk.
     """
     check_shapes(x, rows, index, gated, act)
     n_tokens, d_model = x.shape

@@ -8,13 +8,20 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from kairox_exec.calibration import StepOps, TimedRun, _as_run, _decide_line, _Seen
+from kairox_exec.calibration import (
+    StepOps,
+    TimedRun,
+    _as_run,
+    _decide_line,
+    _Seen,
+    fit_profile,
+)
 from kairox_exec.fitting import fit_line
 from kairox_exec.gates import ReplayedKnobs, _swap_differences, free_running
 from kairox_exec.oplog import Op, Size
 from kairox_exec.scoring import Scored, judge
 from kairox_sim.controllers import Knobs
-from kairox_sim.costs import costs_for
+from kairox_sim.costs import CostModel, costs_for
 from kairox_sim.events import Planned, StepEnded
 from kairox_sim.hardware import Quantity, load_profile
 from kairox_sim.model import find_shape
@@ -136,6 +143,66 @@ def test_plans_cost_their_mean_with_only_the_slowest_hundredth_left_out() -> Non
     fixed, per_swap = _decide_line(plans)
     assert fixed + 3 * per_swap == pytest.approx(200e-6, rel=0.1)
     assert _decide_line([op("planner", "decide", 0, 500, n_swaps=2)] * 5) == (5e-7, 0.0)
+
+
+def step_as_long_as(costs: CostModel, context_len: int, n: int, n_swaps: int) -> StepOps:
+    """One layer and the head: n neurons on the device, n on the host, one swap of n."""
+    t, ops = 0, []
+
+    def add(lane: str, kind: str, seconds: float, **size: Any) -> None:
+        nonlocal t
+        began, t = t, t + round(seconds * 1e9)
+        ops.append(op(lane, kind, began, t, **size))
+
+    add("gpu", "attention", costs.attention_s(1, context_len), context_len=context_len)
+    add("gpu", "gate", costs.gate_s(1))
+    add("planner", "decide", 20e-6 + 3e-6 * n_swaps, n_swaps=n_swaps)
+    idle_from = t
+    add("d2h", "x", costs.act_d2h_s(1), n_bytes=costs.act_d2h_bytes(1))
+    t += round(1.5e9 * costs.handover_s)  # out
+    add("cpu", "residual", costs.ffn_cpu_s(n, 1), neurons=n)
+    add("h2d", "partial sums", costs.act_h2d_s(1), n_bytes=costs.act_h2d_bytes(1))
+    t += round(0.5e9 * costs.handover_s)  # and back: what is charged each way is the mean
+    ops.append(op("idle", "cpu", idle_from, t))
+    add("gpu", "ffn", costs.ffn_gpu_s(n, 1), neurons=n)
+    add("gpu", "head", costs.head_s(1))
+    ended = t
+    add("h2d", "swap", costs.swap_s(n), neurons=n, n_bytes=costs.swap_bytes(n))
+    return StepOps(0, ended, 1, ops)
+
+
+def test_every_entry_of_a_profile_is_found_from_op_timings() -> None:
+    """Ops as long as one profile says, fitted: each op's seconds and fixed costs come back."""
+    profile = load_profile("pc1")
+    stand_in = {"trace_layers": 6, "trace_neurons": 896, "predictor": "lookahead"}
+    costs = costs_for(profile, find_shape("prosparse-7b"), "exact", **stand_in)  # type: ignore[arg-type]
+    steps = [step_as_long_as(costs, 1 + at, 20 + at % 100, at % 5) for at in range(200)]
+    chunk = [
+        Op("gpu", kind, 0, 0, 1, Size(neurons=9, n_tokens=8, context_len=8))
+        for kind in ("attention", "gate", "ffn", "residual")
+    ]
+    steps.append(StepOps(0, 1, 8, chunk))
+    run = TimedRun("x", "tam", steps, 1.0, 1.0, 0.0)
+    found = fit_profile([run], costs, name="x", machine=profile, measured_on="x",
+                        calibrated_as=None).profile  # fmt: skip
+    again = costs_for(found, costs.shape, "exact", **stand_in)  # type: ignore[arg-type]
+    for name, ours, theirs in (
+        ("attention", again.attention_s(1, 100), costs.attention_s(1, 100)),
+        ("gate", again.gate_s(1), costs.gate_s(1)),
+        ("ffn", again.ffn_gpu_s(77, 1), costs.ffn_gpu_s(77, 1)),
+        ("head", again.head_s(1), costs.head_s(1)),
+        ("residual", again.ffn_cpu_s(77, 1), costs.ffn_cpu_s(77, 1)),
+        ("swap", again.swap_s(50), costs.swap_s(50)),
+        ("partial sums", again.act_h2d_s(1), costs.act_h2d_s(1)),
+        ("x", again.act_d2h_s(1), costs.act_d2h_s(1)),
+        ("handover", again.handover_s, costs.handover_s),
+        ("decide", again.decide_s("tam", 4), 32e-6),
+    ):
+        assert ours == pytest.approx(theirs, rel=0.02), name
+    for name in ("h2d", "d2h"):
+        ours, theirs = getattr(found, name), getattr(profile, name)
+        assert ours.copy_fixed_s.value == pytest.approx(theirs.copy_fixed_s.value, rel=0.02), name
+        assert ours.bytes_per_s.value == pytest.approx(theirs.bytes_per_s.value, rel=0.02), name
 
 
 def test_a_policy_that_was_not_timed_costs_as_the_slowest_that_was() -> None:

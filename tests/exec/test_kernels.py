@@ -150,24 +150,6 @@ def test_no_ids_give_exact_zeros(kernel: ModuleType, mode: str) -> None:
 
 
 @KERNELS
-@MODES
-def test_one_token_form_is_the_chunk_form(kernel: ModuleType, mode: str) -> None:
-    ffn, x = make(100, 24, biased=True), tokens(1, 24)
-    ids = torch.arange(3, 90)
-    act = None if mode == "predicted" else kernel.gate_all(x, ffn.gate, ffn.gate_b, 0.0)[0, ids]
-    y = kernel.ffn_rows(
-        x[0],
-        ffn.rows(every=mode != "exact"),
-        ids,
-        gated=True,
-        act=act,
-        gate_b=take(ffn.gate_b, ids) if mode == "predicted" else None,
-        up_b=take(ffn.up_b, ids),
-    )
-    assert torch.equal(y, union(kernel, ffn, x, ids, mode)[0])
-
-
-@KERNELS
 def test_index_names_places_not_neurons(kernel: ModuleType) -> None:
     """A slot tensor holds the same bundles elsewhere; values per entry follow the index."""
     ffn, x = make(30, 16, biased=True), tokens(1, 16)
@@ -175,9 +157,9 @@ def test_index_names_places_not_neurons(kernel: ModuleType) -> None:
     slots = torch.tensor([5, 0, 3, 7])
     slot_rows = torch.full((8, 2, 16), float("nan"))
     slot_rows[slots] = ffn.rows(every=False)[ids]
-    act = kernel.gate_all(x, ffn.gate, ffn.gate_b, 0.0)[0, ids]
-    y = kernel.ffn_rows(x[0], slot_rows, slots, gated=True, act=act, up_b=take(ffn.up_b, ids))
-    assert torch.equal(y, union(kernel, ffn, x, ids, "exact")[0])
+    act = kernel.gate_all(x, ffn.gate, ffn.gate_b, 0.0)[:, ids]
+    y = kernel.ffn_union(x, slot_rows, slots, gated=True, act=act, up_b=take(ffn.up_b, ids))
+    assert torch.equal(y, union(kernel, ffn, x, ids, "exact"))
 
 
 @KERNELS
@@ -227,7 +209,7 @@ def test_a_gate_at_the_threshold_does_not_fire(kernel: ModuleType) -> None:
     rows = torch.stack([gate_w, torch.eye(4)], dim=1)  # fc1 and fc2: y holds the activations
     ids = torch.arange(4)
     for threshold, y in ((0.5, [0.0, 0.75, 0.0, 0.0]), (0.0, [0.5, 0.75, 0.0, 0.0])):
-        assert kernel.ffn_rows(x[0], rows, ids, gated=False, threshold=threshold).tolist() == y
+        assert kernel.ffn_union(x, rows, ids, gated=False, threshold=threshold).tolist() == [y]
 
 
 @KERNELS
