@@ -156,6 +156,7 @@ class LivePipeline:
         self._attention_ns = 0  # when the attention op of the coming layer began
         self._done: list[LayerStep] = []  # of this step, kept for on_layer
         self._predicted: dict[int, Mask] = {}  # by layer, until its FFN
+        self.unfinished = np.zeros(cache.n_layers, bool)  # copies of the layer late for its FFN
         self._last_of_layer0: Ids | None = None  # what the step's last token evaluated in layer 0
 
     @property
@@ -274,6 +275,8 @@ class LivePipeline:
             flying = self.cache.in_flight.values()
             self.device.wait_landed([swap.id for swap in flying if swap.layer == layer])
         self.cache.commit(self.slots.landed())
+        flying = self.cache.in_flight.values()
+        self.unfinished[layer] = any(swap.layer == layer for swap in flying)
 
     def _host_work(self, layer: int, ids: Ids) -> Callable[..., torch.Tensor]:
         bundle, kernels, index = self.bundles[layer], self._host_kernels, torch.from_numpy(ids)

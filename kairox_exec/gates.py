@@ -16,14 +16,14 @@ from kairox_sim.engine import run_trace
 from kairox_sim.events import Committed, Event, Planned, StepEnded
 from kairox_sim.policies.base import Late, Trigger
 from kairox_sim.prediction import Predictions
-from kairox_sim.record import StepRecord
+from kairox_sim.record import LayerWaits, StepRecord
 from kairox_sim.replay import Replay, replay
 from kairox_sim.trace import Trace
 
 EXACT = (
     "n_tokens", "context_len", "evaluated", "active", "predicted", "predicted_active",
-    "hit_resident", "hit_on_time", "late", "residual", "loads", "loads_used_first", "wasted",
-    "evictions", "h2d_bytes", "threshold_scale",
+    "hit_resident", "hit_on_time", "late", "fetched", "residual", "loads", "loads_used_first",
+    "wasted", "evictions", "h2d_bytes", "threshold_scale",
 )  # fmt: skip
 
 
@@ -36,7 +36,10 @@ class ReplayedKnobs:
         self.knobs = original.controller.knobs
         self._next = iter([event.knobs for event in events if isinstance(event, StepEnded)])
 
-    def update(self, record: StepRecord) -> Knobs:
+    def start(self, swaps: Sequence[int]) -> None:
+        pass
+
+    def update(self, record: StepRecord, layers: LayerWaits | None = None) -> Knobs:
         self.knobs = next(self._next)
         return self.knobs
 

@@ -31,7 +31,7 @@ from kairox_exec.weights import bundle_model
 from kairox_sim.cache import NeuronCache
 from kairox_sim.errors import KairoxError
 from kairox_sim.policies.base import Late, Trigger
-from kairox_sim.record import StepRecord
+from kairox_sim.record import LayerWaits, StepRecord
 
 BuildCache = Callable[[int, int], NeuronCache]
 """(n_layers, n_neurons) -> the cache of this run"""
@@ -262,13 +262,15 @@ class Runner:
         self.logits = out.logits[0, -1]
         token = None if choose is None else choose(self.logits)
         ended_ns = self.pipeline.end_step()
-        record = self._record(step, began_ns, ended_ns, knobs.threshold_scale if read else nan)
-        self.cache.end_step(record)
+        record, layers = self._record(
+            step, began_ns, ended_ns, knobs.threshold_scale if read else nan
+        )
+        self.cache.end_step(record, layers)
         return token, record
 
     def _record(
         self, step: StepInfo, began_ns: int, ended_ns: int, threshold_scale: float
-    ) -> StepRecord:
+    ) -> tuple[StepRecord, LayerWaits]:
         logged, self.device.ops = self.device.ops, []
         if self.keep_ops:
             self.ops += logged
@@ -281,7 +283,7 @@ class Runner:
 
         counts = self.cache.take_counts()
         decide_s = busy("planner")
-        return StepRecord.of(
+        record = StepRecord.of(
             counts,
             seq=step.seq,
             step=step.step,
@@ -298,9 +300,23 @@ class Runner:
             wait_cpu_s=busy("idle", "cpu"),
             wait_io_s=busy("idle", "io"),
             wait_decide_s=decide_s,  # the thread that decides also feeds the gpu lane
+            fetched=0.0,  # nothing is copied on demand here
             h2d_bytes=counts.loads * float(self._load_bytes),
             threshold_scale=threshold_scale,
         )
+        return record, self._waits(ops)
+
+    def _waits(self, ops: Sequence[Op]) -> LayerWaits:
+        """What each layer of the step waited for, from its idle time."""
+        cpu_s = np.zeros(self.cache.n_layers)
+        unfinished = self.pipeline.unfinished.copy()
+        for op in ops:
+            if op.lane == "idle" and op.layer >= 0:
+                if op.kind == "cpu":
+                    cpu_s[op.layer] += (op.t1_ns - op.t0_ns) / NS
+                elif op.kind == "io":
+                    unfinished[op.layer] |= op.t1_ns > op.t0_ns
+        return LayerWaits(unfinished, cpu_s)
 
     def _max_context(self) -> int:
         return int(self.config.max_position_embeddings)

@@ -28,7 +28,7 @@ from kairox_sim.policies.base import (
     Policy,
     Trigger,
 )
-from kairox_sim.record import StepCounts, StepRecord
+from kairox_sim.record import LayerWaits, StepCounts, StepRecord
 
 __all__ = ["NeuronCache", "Split", "Swap"]
 
@@ -101,6 +101,7 @@ class NeuronCache:
         self._reset_counts()
         for layer in range(n_layers):
             self._fill(layer, pinned, warm)
+        controller.start([-(-c // swap_neurons) for c in self.capacity])
 
     def _fill(
         self, layer: int, pinned: Sequence[ArrayLike] | None, warm: Sequence[ArrayLike] | None
@@ -133,7 +134,8 @@ class NeuronCache:
                 self._before[layer] = state.copy()
         if self.observes == "predicted":
             self.policy.observe(layer, seen, share)
-        knobs = self.controller.knobs
+        knobs = self.controller.knobs.at(layer)
+        assert not isinstance(knobs.max_swaps, tuple)
         limit = UNLIMITED if knobs.max_swaps is None else knobs.max_swaps * self.swap_neurons
         promote, evict = self.policy.plan(
             layer, seen, _read_only(state), self._free[layer].size, limit, knobs
@@ -205,23 +207,33 @@ class NeuronCache:
         self._tell(LookedUp(layer, wanted, fired, share, split))
         return split
 
-    def end_step(self, record: StepRecord) -> Knobs:
+    def end_step(self, record: StepRecord, layers: LayerWaits | None = None) -> Knobs:
         """Let the controller see the step; its knobs hold for the next one."""
-        knobs = self.controller.update(record)
-        self._tell(StepEnded(record, knobs))
+        knobs = self.controller.update(record, layers)
+        self._tell(StepEnded(record, layers, knobs))
         return knobs
 
-    def cancel(self, swap_id: int) -> None:
-        """A copy will never land: its neurons are absent again and their slots free."""
+    def cancel(self, swap_id: int, *, restore: bool = False) -> None:
+        """A copy will never land: its neurons are absent again and their slots free.
+
+        restore: the copy has not begun, so what it would have overwritten is still there and
+        resident again. Its eviction is taken back; a load counted wasted by it stays so.
+        """
         swap = self.in_flight.pop(swap_id, None)
         if swap is None:
             raise KairoxError(f"swap {swap_id} was cancelled, but is not in flight")
         self.state[swap.layer, swap.promote] = ABSENT
         self.slot_of[swap.layer, swap.promote] = -1
-        self._free[swap.layer] = np.concatenate([self._free[swap.layer], swap.slots])
+        kept = swap.evict if restore else NOTHING
+        # The i-th neuron evicted for a swap had the i-th slot of it.
+        self.state[swap.layer, kept] = RESIDENT
+        self.slot_of[swap.layer, kept] = swap.slots[: kept.size]
+        self._evictions -= kept.size
+        freed = swap.slots[kept.size :]
+        self._free[swap.layer] = np.concatenate([self._free[swap.layer], freed])
         self._cancelled += swap.promote.size
         self.totals["cancelled"] += swap.promote.size
-        self._tell(Cancelled(swap_id))
+        self._tell(Cancelled(swap_id, restore))
 
     def take_counts(self) -> StepCounts:
         """What was counted since the last call; the driver merges it into its StepRecord."""
@@ -321,7 +333,7 @@ class NeuronCache:
                     f"{name} {what} neurons twice or not in state {allowed} "
                     "(0 absent, 1 arriving, 2 resident, 3 pinned)"
                 )
-        if self._marks.n_common(evict, seen):
+        if not self.policy.evicts_seen and self._marks.n_common(evict, seen):
             raise KairoxError(f"{name} evicts neurons seen in this very layer-step")
 
     def _resident_before(

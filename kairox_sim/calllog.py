@@ -33,7 +33,7 @@ from kairox_sim.controllers import Controller, Knobs
 from kairox_sim.errors import KairoxError
 from kairox_sim.events import Cancelled, Committed, Event, LookedUp, Planned, Split, StepEnded, Swap
 from kairox_sim.policies.base import PINNED, RESIDENT, Policy
-from kairox_sim.record import StepRecord
+from kairox_sim.record import LayerWaits, StepRecord
 from kairox_sim.replay import Difference, Replay, replay
 
 __all__ = [
@@ -57,11 +57,17 @@ _OPTIONS = ipc.IpcWriteOptions(compression=pa.Codec("zstd", compression_level=1)
 
 _ARROW_OF = {"int": pa.int64(), "float": pa.float64(), "str": pa.string()}
 _RECORD = {f.name: _ARROW_OF[str(f.type)] for f in fields(StepRecord)}
-_KNOBS = {"threshold_scale": pa.float64(), "max_swaps": pa.int64(), "decay": pa.float64()}
+_KNOBS = {
+    "threshold_scale": pa.float64(),
+    "max_swaps": pa.list_(pa.int64()),  # of one number, or one per layer
+    "decay": pa.list_(pa.float64()),
+    "per_layer": pa.list_(pa.string()),  # the names of those that are one per layer
+}
 _SCALARS: dict[str, Any] = {
     "kind": pa.string(),
     "layer": pa.int64(),
     "hit_resident": pa.int64(),
+    "restored": pa.bool_(),
     "record": pa.struct(list(_RECORD.items())),
     "knobs": pa.struct(list(_KNOBS.items())),
 }
@@ -78,6 +84,8 @@ _LISTS: dict[str, tuple[Any, Any]] = {
     "evicted": (pa.int32(), np.int32),
     "on_time": (pa.int32(), np.int32),
     "residual": (pa.int32(), np.int32),
+    "wait_io": (pa.uint8(), np.uint8),  # LayerWaits, one entry per layer
+    "wait_cpu_s": (pa.float64(), np.float64),
     "late": (pa.int32(), np.int32),
 }
 
@@ -286,14 +294,37 @@ def _row_of(event: Event) -> Row:
                 "residual": split.residual.copy(),
                 "late": split.late.copy(),
             }
-        case Cancelled(swap_id):
-            return {"kind": "cancel", "swap_id": [swap_id]}
-        case StepEnded(record, knobs):
+        case Cancelled(swap_id, restored):
+            return {"kind": "cancel", "swap_id": [swap_id], "restored": restored}
+        case StepEnded(record, layers, knobs):
             return {
                 "kind": "end_step",
                 "record": {name: getattr(record, name) for name in _RECORD},
-                "knobs": {name: getattr(knobs, name) for name in _KNOBS},
+                "wait_io": None if layers is None else layers.io.astype(np.uint8),
+                "wait_cpu_s": None if layers is None else layers.cpu_s.copy(),
+                "knobs": _knobs_row(knobs),
             }
+
+
+def _knobs_row(knobs: Knobs) -> Row:
+    per_layer: list[str] = []
+    row: dict[str, Any] = {"threshold_scale": knobs.threshold_scale, "per_layer": per_layer}
+    for name in ("max_swaps", "decay"):
+        value = getattr(knobs, name)
+        if isinstance(value, tuple):
+            per_layer.append(name)
+        row[name] = list(value) if isinstance(value, tuple) else None if value is None else [value]
+    return row
+
+
+def _knobs_of(row: Row) -> Knobs:
+    values = dict(row)
+    per_layer = values.pop("per_layer")
+    for name in ("max_swaps", "decay"):
+        given = values[name]
+        if given is not None:
+            values[name] = tuple(given) if name in per_layer else given[0]
+    return Knobs(**values)
 
 
 def _joined(parts: list[NDArray[np.int32]]) -> NDArray[np.int32]:
@@ -358,9 +389,11 @@ def _event_of(row: Row) -> Event:
             split = Split(row["hit_resident"], row["on_time"], row["residual"], row["late"])
             return LookedUp(row["layer"], row["ids"], row["active"], row["share"], split)
         case "cancel":
-            return Cancelled(int(row["swap_id"][0]))
+            return Cancelled(int(row["swap_id"][0]), row["restored"])
         case "end_step":
-            return StepEnded(StepRecord(**row["record"]), Knobs(**row["knobs"]))
+            known = row["wait_io"] is not None
+            waits = LayerWaits(row["wait_io"].astype(bool), row["wait_cpu_s"]) if known else None
+            return StepEnded(StepRecord(**row["record"]), waits, _knobs_of(row["knobs"]))
     raise ValueError(f"unknown kind of call {row['kind']!r}")
 
 

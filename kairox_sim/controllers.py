@@ -5,12 +5,13 @@ Add one: a class here, a row in CONTROLLERS.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf, isfinite
 from typing import ClassVar, Protocol
 
 from kairox_sim.errors import KairoxError
-from kairox_sim.record import StepRecord
+from kairox_sim.record import LayerWaits, StepRecord
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,12 +19,27 @@ class Knobs:
     """What a controller may set. A policy's class names the knobs it reads."""
 
     threshold_scale: float = 1.0  # multiplies theta_promote: lower means more migration
-    max_swaps: int | None = None  # swaps per layer-step; None is unlimited
-    decay: float | None = None  # a ranking policy's smoothing; None keeps its own
+    max_swaps: int | tuple[int, ...] | None = None  # per layer-step; None is unlimited
+    decay: float | tuple[float, ...] | None = None  # a ranking policy's; None keeps its own
+
+    def at(self, layer: int) -> Knobs:
+        """The knobs of one layer: the same, with its own entry of each tuple."""
+        max_swaps, decay = self.max_swaps, self.decay
+        if not isinstance(max_swaps, tuple) and not isinstance(decay, tuple):
+            return self
+        return Knobs(
+            self.threshold_scale,
+            max_swaps[layer] if isinstance(max_swaps, tuple) else max_swaps,
+            decay[layer] if isinstance(decay, tuple) else decay,
+        )
 
 
 class Controller(Protocol):
-    """`update` sees the step that ended and returns the knobs of the next."""
+    """`update` sees the step that ended and returns the knobs of the next.
+
+    `start` is called once, by the cache, with the number of swaps that fill each layer's slots.
+    `layers` is None where the driver does not know waits per layer; who needs them raises.
+    """
 
     sets: ClassVar[frozenset[str]]
 
@@ -32,7 +48,9 @@ class Controller(Protocol):
         """The knobs in force for the coming step."""
         ...
 
-    def update(self, record: StepRecord) -> Knobs: ...
+    def start(self, swaps: Sequence[int]) -> None: ...
+
+    def update(self, record: StepRecord, layers: LayerWaits | None = None) -> Knobs: ...
 
 
 class Fixed:
@@ -47,7 +65,10 @@ class Fixed:
             raise KairoxError(f"max_swaps must be 0 or more, got {max_swaps}")
         self.knobs = Knobs(threshold_scale=threshold_scale, max_swaps=max_swaps)
 
-    def update(self, record: StepRecord) -> Knobs:
+    def start(self, swaps: Sequence[int]) -> None:
+        pass
+
+    def update(self, record: StepRecord, layers: LayerWaits | None = None) -> Knobs:
         return self.knobs
 
 
@@ -81,7 +102,10 @@ class Anb:
         self.lowest, self.highest = lowest, highest
         self.knobs = Knobs(threshold_scale=initial)
 
-    def update(self, record: StepRecord) -> Knobs:
+    def start(self, swaps: Sequence[int]) -> None:
+        pass
+
+    def update(self, record: StepRecord, layers: LayerWaits | None = None) -> Knobs:
         t_gpu, t_cpu, t_io = record.gpu_busy_s, record.cpu_busy_s, record.swap_busy_s
         if not all(isfinite(t) and t >= 0 for t in (t_gpu, t_cpu, t_io)):
             raise KairoxError(

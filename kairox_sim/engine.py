@@ -344,6 +344,7 @@ class _Engine:
             wait_cpu_s=tally.wait_cpu / NS,
             wait_io_s=tally.wait_io / NS,
             wait_decide_s=tally.wait_decide / NS,
+            fetched=0.0,
             h2d_bytes=self.costs.swap_bytes(counts.loads),
             threshold_scale=(
                 threshold_scale if "threshold_scale" in self.cache.policy.knobs else nan

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from kairox_sim.controllers import Knobs
 from kairox_sim.policies.base import Ids, Share
-from kairox_sim.record import StepRecord
+from kairox_sim.record import LayerWaits, StepRecord
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,11 +56,13 @@ class LookedUp:
 @dataclass(frozen=True, slots=True, eq=False)
 class Cancelled:
     swap_id: int
+    restored: bool  # what was evicted for it is resident again
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepEnded:
     record: StepRecord
+    layers: LayerWaits | None
     knobs: Knobs
 
 

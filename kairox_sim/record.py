@@ -10,6 +10,9 @@ from dataclasses import dataclass, fields
 from math import nan
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 
 @dataclass(frozen=True, slots=True)
 class StepCounts:
@@ -28,6 +31,14 @@ class StepCounts:
     wasted: int
     cancelled: int
     evictions: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerWaits:
+    """What each layer of one step waited for: what a controller that acts per layer is told."""
+
+    io: NDArray[np.bool_]  # [n_layers] copies planned for the layer were unfinished at its FFN
+    cpu_s: NDArray[np.float64]  # [n_layers] the GPU waited for the host's partial sums
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +67,7 @@ class StepRecord:
     hit_resident: float  # evaluated and resident before this layer-step planned anything
     hit_on_time: float  # evaluated on the GPU
     late: float  # evaluated while still arriving
+    fetched: float  # evaluated on the GPU from a copy made on demand, which takes no slot
     residual: float  # evaluated on the CPU
     loads: float  # neurons whose copy was issued
     loads_used_first: float  # loads met by their first on-time use in this step

@@ -98,9 +98,9 @@ def _repeat(event: Event, cache: NeuronCache) -> None:
         case LookedUp():
             cache.lookup(event.layer, event.evaluated, event.active, event.share)
         case Cancelled():
-            cache.cancel(event.swap_id)
+            cache.cancel(event.swap_id, restore=event.restored)
         case StepEnded():
-            cache.end_step(event.record)
+            cache.end_step(event.record, event.layers)
 
 
 def _compare(call: int, logged: Event, made: Event) -> list[Difference]:

@@ -101,7 +101,7 @@ class Shadow:
                 self._committed(event)
             case LookedUp():
                 self._looked_up(event)
-            case Cancelled(swap_id):
+            case Cancelled(swap_id, _):
                 _, copies = self.arriving.pop(swap_id)
                 self.cancelled += 1
                 self.given_up += len(copies)

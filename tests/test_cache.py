@@ -200,7 +200,10 @@ def test_knobs_hold_from_the_next_step() -> None:
         sets = frozenset({"max_swaps"})
         knobs = Knobs()
 
-        def update(self, record):
+        def start(self, swaps):
+            pass
+
+        def update(self, record, layers=None):
             self.knobs = Knobs(max_swaps=0)
             return self.knobs
 

@@ -117,7 +117,7 @@ def test_numbers_of_numpy_are_numbers(tmp_path) -> None:
         step=np.int64(3), wall_s=np.float64(0.1), gpu_busy_s=np.float32(0.5), loads=np.int64(2)
     )
     with CallLogWriter(tmp_path / "c", HEADER) as writer:
-        writer.write(StepEnded(record, Knobs(np.float64(0.3), None, None)))
+        writer.write(StepEnded(record, None, Knobs(np.float64(0.3), None, None)))
         writer.write(Committed((np.int64(4),)))
     _, (end, commit) = read_call_log(tmp_path / "c")
     assert (end.record.step, end.record.wall_s, end.record.gpu_busy_s) == (3, 0.1, 0.5)
@@ -161,7 +161,7 @@ def test_a_closed_log_takes_no_more(tmp_path) -> None:
     writer.close()
     writer.close()
     with pytest.raises(KairoxError, match="is closed"):
-        writer.write(Cancelled(0))
+        writer.write(Cancelled(0, False))
 
 
 def test_an_aborted_run_leaves_a_cut_log_with_all_its_calls(tmp_path) -> None:

@@ -95,7 +95,10 @@ class Scales:
     def knobs(self) -> Knobs:
         return Knobs(threshold_scale=self.scales[self.at])
 
-    def update(self, record):
+    def start(self, swaps):
+        pass
+
+    def update(self, record, layers=None):
         self.at = min(self.at + 1, len(self.scales) - 1)
         return self.knobs
 

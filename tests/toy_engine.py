@@ -117,6 +117,8 @@ class Scripted:
     default_trigger: ClassVar = "attn_out"
     default_observes: ClassVar = "predicted"
     default_late: ClassVar = "cpu"
+    needs: ClassVar = frozenset()
+    evicts_seen: ClassVar = False
 
     def __init__(self, *script):
         self.script = list(script)  # (promote, evict) each

@@ -1,6 +1,9 @@
 """Caching policies: what to promote and what to evict. Add one: a file beside, a row here."""
 
-from kairox_sim.policies.base import Policy
+from typing import Any
+
+from kairox_sim.errors import KairoxError
+from kairox_sim.policies.base import Known, Policy
 from kairox_sim.policies.bounds import AllResident, NoneResident, Static
 from kairox_sim.policies.classic import Lfu, Lru
 from kairox_sim.policies.tam import Tam
@@ -15,14 +18,37 @@ POLICIES: dict[str, type[Policy]] = {
 }
 BOUNDS = ("all", "none")  # not something to choose: what the others lie between
 
+
+def build_policy(
+    name: str, n_layers: int, n_neurons: int, known: Known | None = None, **params: Any
+) -> Policy:
+    """The policy of this name. Raises where something it needs is not known."""
+    build: Any = POLICIES[name]
+    given: dict[str, Any] = {}
+    for need in sorted(build.needs):
+        given[need] = getattr(known or Known(), need)
+        if given[need] is None:
+            raise KairoxError(f"policy {name!r} cannot be built without {_NEEDS[need]}")
+    return build(n_layers, n_neurons, **given, **params)  # type: ignore[no-any-return]
+
+
+_NEEDS = {
+    "rng": "a random generator",
+    "future": "the uses that are still to come: it needs the whole recorded trace it is run on",
+    "gpu_over_cpu": "the rates of the machine it decides for",
+    "position": "the order of the neurons in host memory",
+}
+
 __all__ = [
     "BOUNDS",
     "POLICIES",
     "AllResident",
+    "Known",
     "Lfu",
     "Lru",
     "NoneResident",
     "Policy",
     "Static",
     "Tam",
+    "build_policy",
 ]

@@ -17,6 +17,8 @@ class Static:
     knobs: ClassVar[frozenset[str]] = frozenset()
     admits: ClassVar[Literal["must", "filter", "never"]] = "never"
     fills: ClassVar[Fills] = "prior"
+    needs: ClassVar[frozenset[str]] = frozenset()
+    evicts_seen: ClassVar[bool] = False
     default_trigger: ClassVar[Trigger] = "after"
     default_observes: ClassVar[Observes] = "active"
     default_late: ClassVar[Late] = "cpu"

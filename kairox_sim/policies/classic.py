@@ -21,6 +21,8 @@ class Lru:
     knobs: ClassVar[frozenset[str]] = frozenset({"max_swaps"})
     admits: ClassVar[Literal["must", "filter", "never"]] = "must"
     fills: ClassVar[Fills] = "slots"
+    needs: ClassVar[frozenset[str]] = frozenset()
+    evicts_seen: ClassVar[bool] = False
     default_trigger: ClassVar[Trigger] = "after"
     default_observes: ClassVar[Observes] = "active"
     default_late: ClassVar[Late] = "cpu"
@@ -45,6 +47,8 @@ class Lfu:
     knobs: ClassVar[frozenset[str]] = frozenset({"max_swaps"})
     admits: ClassVar[Literal["must", "filter", "never"]] = "must"
     fills: ClassVar[Fills] = "slots"
+    needs: ClassVar[frozenset[str]] = frozenset()
+    evicts_seen: ClassVar[bool] = False
     default_trigger: ClassVar[Trigger] = "after"
     default_observes: ClassVar[Observes] = "active"
     default_late: ClassVar[Late] = "cpu"

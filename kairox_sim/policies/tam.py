@@ -35,6 +35,8 @@ class Tam:
     knobs: ClassVar[frozenset[str]] = frozenset({"threshold_scale", "max_swaps"})
     admits: ClassVar[Literal["must", "filter", "never"]] = "filter"
     fills: ClassVar[Fills] = "slots"
+    needs: ClassVar[frozenset[str]] = frozenset()
+    evicts_seen: ClassVar[bool] = False
     default_trigger: ClassVar[Trigger] = "attn_out"
     default_observes: ClassVar[Observes] = "predicted"
     default_late: ClassVar[Late] = "cpu"

@@ -43,7 +43,7 @@ def record(phase: str = "decode", **other: float) -> StepRecord:
 
 def test_replayed_knobs_are_those_in_force_step_by_step() -> None:
     scales = [0.9, 0.7, 1.4]
-    events = [StepEnded(record(), Knobs(threshold_scale=s)) for s in scales]
+    events = [StepEnded(record(), None, Knobs(threshold_scale=s)) for s in scales]
     original = SimpleNamespace(controller=SimpleNamespace(knobs=Knobs(threshold_scale=1.1)))
     knobs = ReplayedKnobs(cast(Any, original), events)
     in_force = [knobs.knobs.threshold_scale]
