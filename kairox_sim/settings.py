@@ -20,13 +20,11 @@ from kairox_sim.model import ModelShape, find_shape, shape_from_config
 from kairox_sim.policies import POLICIES
 from kairox_sim.settings_file import (
     Settings,
-    label,
     make_controller,
     make_policy,
-    predictor_of,
     quality_of,
-    trigger_of,
 )
+from kairox_sim.settings_rules import label, predictor_of, trigger_of
 from kairox_sim.trace import Trace, read_trace
 from kairox_sim.trace_stats import counts, overlaps
 from kairox_sim.units import is_size, parse_bytes

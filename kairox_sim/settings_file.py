@@ -15,27 +15,47 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
+import numpy as np
 import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from kairox_sim.controllers import CONTROLLERS, Controller
 from kairox_sim.errors import KairoxError
 from kairox_sim.model import Gating, Predictor
-from kairox_sim.policies import POLICIES, Policy
-from kairox_sim.policies.base import Late, Observes, Trigger
+from kairox_sim.placement import Placement
+from kairox_sim.policies import POLICIES, Known, Policy, build_policy
+from kairox_sim.policies.base import Copies, Dispatch, Late, Observes, Trigger
+from kairox_sim.policies.future import Future
+from kairox_sim.systems import find_system
 from kairox_sim.units import is_size
 
 Slots = int | tuple[int, ...] | str | None
 Whole = Annotated[int, Field(strict=True, le=2**63 - 1)]  # no bool, and what a table can hold
-_DENSITY = re.compile(r"density(?::(\d+))?")
+_RULE = re.compile(r"(density|ngl)(:\d+)?|vram|all")
+METHODS = ("metis", "random", "frequency", "chunks")
+_GROUPS = re.compile(r"([a-z]+):(\d+)")
+# Of the run rather than of the system: kept when another system is chosen.
+_OF_THE_RUN = ("prior", "prior_sha256", "model_as", "seed", "context_start", "prefill_chunk")
 
 
 class Settings(BaseModel):
     """One configuration to simulate or to run. None means the default of the policy or the model.
 
+    system: a preset of systems.py; what is given beside it goes before the preset's value.
     slots: per layer, pinned included: a number; one per layer; "density" or "density:N" (N on
     average, a quarter of the neurons by default, shared over the layers as the prior's activations
-    are); a size such as "4GiB" for the slots of all layers; None: a quarter of the neurons.
+    are); a size such as "4GiB" for the slots of all layers; "vram": as many as the machine's memory
+    leaves; "all"; "ngl" or "ngl:N": the last N layers whole, by default as many as fit; None: a
+    quarter of the neurons.
+    placement, start: who is resident at the start, see placement.py; a policy that never moves
+    anything starts with its placement, others as `start` says.
+    groups: neurons move in groups: the path of a file that `kairox group` wrote, or METHOD:SIZE.
+    layout: the order of neurons in host memory; linked: co-active ones side by side.
+    copies: how a swap becomes copies: gather (one), matrix (one a matrix), bundle (one a neuron),
+    row (one a row); None: the machine's. copies_per_sync: synchronise after so many of them.
+    handovers: times per layer-step that the host's sums are merged.
+    lookahead_from: the first layer predicted a layer ahead; those below predict in their place.
+    context_start: tokens in the KV cache before the trace's first one.
     prediction: "trace" (the recorded column), "perfect", or "recall,precision" such as "0.9,0.8".
     prefill_chunk: of a live run; a trace keeps the chunks it was recorded with.
     model_as: replay at the costs of another model, by name or by the path of a config.json.
@@ -43,6 +63,7 @@ class Settings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
+    system: str | None = None
     policy: str = "tam"
     policy_params: dict[str, Any] = Field(default_factory=dict)
     controller: str = "fixed"
@@ -56,7 +77,17 @@ class Settings(BaseModel):
     late: Late | None = None
     layer0: Literal["last"] = "last"
     prefill_chunk: Whole = Field(default=64, ge=1)
-    start: Literal["empty", "warm"] = "empty"
+    start: Literal["empty", "warm", "first"] = "empty"
+    placement: Placement = "counts"
+    dispatch: Dispatch = "concurrent"
+    groups: str | None = None
+    layout: Literal["natural", "linked"] = "natural"
+    copies: Copies | None = None
+    copies_per_sync: Whole | None = Field(default=None, ge=1)
+    handovers: Whole = Field(default=1, ge=1)
+    lookahead_from: Whole = Field(default=1, ge=0)
+    context_start: Whole = Field(default=0, ge=0)
+    batch: Whole = Field(default=1, ge=1)
     prior: str | None = None
     prior_sha256: str | None = None
     model_as: str | None = None
@@ -73,7 +104,7 @@ class Settings(BaseModel):
                 given = int(text)
             elif re.fullmatch(r"\d+(\s*,\s*\d+)*\s*,?", text):
                 given = tuple(int(part) for part in text.split(",") if part.strip())
-            elif _DENSITY.fullmatch(text) or is_size(text):
+            elif _RULE.fullmatch(text) or is_size(text):
                 return text
         if isinstance(given, list):
             given = tuple(given)
@@ -82,7 +113,36 @@ class Settings(BaseModel):
         if given is not None and (not numbers or not whole):
             raise ValueError(
                 f"got {given!r}; allowed: a number of slots per layer, one number for each layer, "
-                "'density', 'density:N', or a size such as 4GiB"
+                "'density', 'density:N', 'vram', 'all', 'ngl', 'ngl:N', or a size such as 4GiB"
+            )
+        return given
+
+    @model_validator(mode="before")
+    @classmethod
+    def _preset(cls, given: Any) -> Any:
+        if isinstance(given, Mapping) and given.get("system") is not None:
+            return {**find_system(str(given["system"])).settings, **given}
+        return given
+
+    @field_validator("groups", mode="before")
+    @classmethod
+    def _known_groups(cls, given: Any) -> Any:
+        text = os.fspath(given) if isinstance(given, os.PathLike) else given
+        if isinstance(text, str) and not text.endswith(".parquet"):
+            match = _GROUPS.fullmatch(text)
+            if match is None or match[1] not in METHODS or int(match[2]) < 1:
+                raise ValueError(
+                    f"got {text!r}; allowed: the path of a .parquet file that `kairox group` "
+                    f"wrote, or METHOD:SIZE such as metis:16, with {', '.join(METHODS)}"
+                )
+        return text
+
+    @field_validator("batch")
+    @classmethod
+    def _one_sequence(cls, given: int) -> int:
+        if given != 1:
+            raise ValueError(
+                f"batch {given} is not built: decoding is of one sequence at a time; use batch 1"
             )
         return given
 
@@ -110,8 +170,13 @@ class Settings(BaseModel):
         _require_params(
             self.controller_params, controller_parameters(self.controller), self.controller
         )
-        make_policy(self, 1, 1)  # refuses values out of range here rather than in mid-sweep
+        # Refuses values out of range here rather than in mid-sweep.
+        make_policy(self, 1, 1, _ANY)
         make_controller(self)
+        preset = {} if self.system is None else find_system(self.system).settings
+        for key, value in preset.items():
+            if value is not None and getattr(self, key) is None:
+                raise ValueError(f"{key}: system {self.system!r} sets it; give a value, or remove")
         return self
 
     @classmethod
@@ -140,6 +205,9 @@ class Settings(BaseModel):
         A new policy or controller starts from its own default parameters.
         """
         values = self.model_dump()
+        if overrides.get("system") is not None:
+            kept = {key: values[key] for key in _OF_THE_RUN}
+            values = type(self).of({**kept, "system": overrides["system"]}).model_dump()
         fields = {key: value for key, value in overrides.items() if key in values}
         for chooser in ("policy", "controller"):
             if fields.get(chooser, values[chooser]) != values[chooser]:
@@ -180,7 +248,7 @@ def policy_parameters(name: str) -> list[str]:
     """What `policy_params` may hold for this policy."""
     if name not in POLICIES:
         return []
-    given = ("n_layers", "n_neurons")
+    given = {"n_layers", "n_neurons", *POLICIES[name].needs}
     return [p for p in inspect.signature(POLICIES[name]).parameters if p not in given]
 
 
@@ -192,6 +260,12 @@ def controller_parameters(name: str) -> list[str]:
 def setting_keys() -> list[str]:
     """Fields of Settings."""
     return list(Settings.model_fields)
+
+
+def whole_keys() -> list[str]:
+    """Those of them that hold one whole number, or none."""
+    of = Settings.model_fields
+    return [key for key, field in of.items() if field.annotation in (int, Whole | None)]
 
 
 def owner_of(key: str) -> str | None:
@@ -215,28 +289,38 @@ def _find_parameter(key: str, policy: str, controller: str) -> tuple[str, str]:
     raise KairoxError(f"unknown key {key!r}; {_nearest(key, known)}")
 
 
-def make_policy(settings: Settings, n_layers: int, n_neurons: int) -> Policy:
-    """The policy that `settings` names."""
-    build: Any = POLICIES[settings.policy]
-    return _called(build, settings.policy, n_layers, n_neurons, **settings.policy_params)  # type: ignore[no-any-return]
+_ANY = Known(  # enough to try a policy's parameters on one neuron
+    np.random.default_rng(0), Future.of([[]], 1), 1.0, np.zeros((1, 1), np.int32)
+)
+
+
+def make_policy(
+    settings: Settings, n_layers: int, n_neurons: int, known: Known | None = None
+) -> Policy:
+    """The policy that `settings` names, for ids of neurons or of groups."""
+    params = settings.policy_params
+    _require_numbers(POLICIES[settings.policy], settings.policy, params)
+    return build_policy(settings.policy, n_layers, n_neurons, known, **params)
 
 
 def make_controller(settings: Settings) -> Controller:
     """The controller that `settings` names."""
     build: Any = CONTROLLERS[settings.controller]
-    return _called(build, settings.controller, **settings.controller_params)  # type: ignore[no-any-return]
+    _require_numbers(build, settings.controller, settings.controller_params)
+    return build(**settings.controller_params)  # type: ignore[no-any-return]
 
 
-def _called(build: Any, owner: str, *args: int, **params: Any) -> Any:
+def _require_numbers(build: Any, owner: str, params: Mapping[str, Any]) -> None:
     kinds = inspect.get_annotations(build.__init__)  # text: "float", "int" or "int | None"
     for name, value in params.items():
+        if isinstance(value, str) and ("str" in str(kinds[name]) or "Literal" in str(kinds[name])):
+            continue
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise KairoxError(f"{owner}'s {name} must be a number, got {value!r}")
         if not math.isfinite(value):
             raise KairoxError(f"{owner}'s {name} must be a finite number, got {value}")
         if "int" in str(kinds[name]) and not isinstance(value, int):
             raise KairoxError(f"{owner}'s {name} must be a whole number, got {value}")
-    return build(*args, **params)
 
 
 def quality_of(prediction: str) -> tuple[float, float] | None:
@@ -256,53 +340,6 @@ def quality_of(prediction: str) -> tuple[float, float] | None:
             f"prediction {prediction!r}: recall must be in [0, 1] and precision in (0, 1]"
         )
     return recall, precision
-
-
-def trigger_of(settings: Settings) -> Trigger:
-    """The trigger in force."""
-    return settings.trigger or POLICIES[settings.policy].default_trigger
-
-
-def predictor_of(settings: Settings) -> str:
-    """The predictor whose time and memory are charged.
-
-    `predicted` gating computes what the predictor says, so it is always there. Otherwise only a
-    plan made before the truth is known needs one.
-    """
-    if settings.gating == "predicted":
-        return settings.predictor or "rank"
-    ahead = trigger_of(settings) in ("attn_in", "attn_out", "serial")
-    if POLICIES[settings.policy].admits == "never" or not ahead:
-        return "none"
-    return settings.predictor or "lookahead"
-
-
-def label(settings: Settings) -> str:
-    """A short name for tables and legends: "tam+anb 128"."""
-    policy = POLICIES[settings.policy]
-    name = settings.policy + _params(settings.policy_params)
-    if settings.controller != "fixed" or settings.controller_params:
-        name += f"+{settings.controller}{_params(settings.controller_params)}"
-    if settings.trigger not in (None, policy.default_trigger):
-        name += f" {settings.trigger}"
-    if settings.late not in (None, policy.default_late):
-        name += f" {settings.late}"
-    if settings.start == "warm" and policy.fills == "slots":
-        name += " warm"
-    if policy.fills in ("all", "none"):
-        return name
-    slots = settings.slots
-    if slots is None:
-        return f"{name} n/4"
-    return (
-        f"{name} {sum(slots) / len(slots):g} mean"
-        if isinstance(slots, tuple)
-        else f"{name} {slots}"
-    )
-
-
-def _params(params: Mapping[str, Any]) -> str:
-    return f"({', '.join(f'{k}={params[k]}' for k in sorted(params))})" if params else ""
 
 
 def read_toml(path: str | Path, noun: str) -> dict[str, Any]:

@@ -42,7 +42,7 @@ from kairox_sim.outputs import require_place
 from kairox_sim.policies import POLICIES
 from kairox_sim.provenance import code_version, profile_sha256
 from kairox_sim.settings import Settings, label
-from kairox_sim.settings_file import explain, owner_of, read_toml, setting_keys
+from kairox_sim.settings_file import explain, owner_of, read_toml, setting_keys, whole_keys
 from kairox_sim.simulation import machine, simulate
 from kairox_sim.trace import Trace, read_trace
 
@@ -56,9 +56,7 @@ COLUMNS: dict[str, pa.DataType] = {
     "why": TEXT,  # the reason, or the traceback
     "warnings": TEXT,  # "; " between them
     **dict.fromkeys(setting_keys(), TEXT),
-    "swap_neurons": pa.int64(),
-    "prefill_chunk": pa.int64(),
-    "seed": pa.int64(),
+    **dict.fromkeys(whole_keys(), pa.int64()),
     "slots": pa.float64(),  # per layer on average, as resolved
     "slots_asked": TEXT,
     **dict.fromkeys(METRICS, pa.float64()),
