@@ -6,10 +6,17 @@ from kairox_sim.errors import KairoxError
 from kairox_sim.policies.base import Known, Policy
 from kairox_sim.policies.bounds import AllResident, NoneResident, Static
 from kairox_sim.policies.classic import Lfu, Lru
+from kairox_sim.policies.qinfer import QInfer
 from kairox_sim.policies.tam import Tam
+from kairox_sim.policies.tam_paper import TamPaper
+from kairox_sim.policies.tam_released import TamReleased, TopK
 
 POLICIES: dict[str, type[Policy]] = {
     "tam": Tam,
+    "tam_paper": TamPaper,
+    "tam_released": TamReleased,
+    "topk": TopK,
+    "qinfer": QInfer,
     "lru": Lru,
     "lfu": Lfu,
     "static": Static,
@@ -48,7 +55,11 @@ __all__ = [
     "Lru",
     "NoneResident",
     "Policy",
+    "QInfer",
     "Static",
     "Tam",
+    "TamPaper",
+    "TamReleased",
+    "TopK",
     "build_policy",
 ]
