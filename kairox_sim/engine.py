@@ -15,7 +15,8 @@ from typing import Any
 import simpy
 
 from kairox_sim.cache import NeuronCache
-from kairox_sim.costs import CostModel
+from kairox_sim.cost_model import CostModel
+from kairox_sim.dispatch import DISPATCHES
 from kairox_sim.errors import KairoxError
 from kairox_sim.events import Split
 from kairox_sim.flows import NS
@@ -50,6 +51,9 @@ def run_trace(
     late: Late | None = None,
     predictions: Predictions | None = None,
     landings: Sequence[tuple[int, ...]] | None = None,
+    dispatch: str = "concurrent",
+    lookahead_from: int = 1,
+    context_start: int = 0,
     keep_slices: bool = False,
     on_step: Callable[[StepRecord], None] | None = None,
 ) -> Run:
@@ -60,8 +64,18 @@ def run_trace(
     predictions: what the predictor says, needed by look-ahead and serial triggers.
     landings: swap ids per poll, replayed from a live run instead of decided by time; nothing waits
     for a landing then.
+    dispatch: who computes what is not on the device, one of DISPATCHES.
+    lookahead_from: the first layer that a look-ahead trigger predicts a layer ahead. If above 1, the
+    layers before it, 0 included, are predicted and planned after their own attention, and nothing
+    waits for their copies.
+    context_start: tokens that are in the KV cache before the trace begins.
     on_step: called after each step, for progress.
     """
+    if dispatch not in DISPATCHES:
+        raise KairoxError(f"unknown dispatch {dispatch!r}; allowed: {', '.join(DISPATCHES)}")
+    for label, number in (("lookahead_from", lookahead_from), ("context_start", context_start)):
+        if number < 0:
+            raise KairoxError(f"{label} is {number}, must be 0 or more")
     engine = _Engine(
         trace, cache, costs,
         trigger or cache.policy.default_trigger,

@@ -17,7 +17,7 @@ import numpy as np
 
 from kairox_sim.errors import KairoxError
 
-Gating = Literal["oracle", "exact", "screened", "predicted"]
+Gating = Literal["oracle", "exact", "screened", "predicted", "dense"]
 Predictor = Literal["rank", "lookahead", "none"]
 GATINGS: tuple[str, ...] = get_args(Gating)
 PREDICTORS: tuple[str, ...] = get_args(Predictor)

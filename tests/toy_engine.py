@@ -95,7 +95,7 @@ def costs(
         cpu_flops_per_s=cpu_flops_per_ns * PER_NS,
         dram_bytes_per_s=dram * PER_NS,
         bundle_bytes=float(bundle),
-        copies_per_bundle=int(rowcopies),
+        copies="bundle" if rowcopies else "gather",
         h2d_copy_fixed_s=copy_fixed * NS,
         h2d_bytes_per_s=h2d * PER_NS,
         act_h2d_fixed_s=act_fixed * NS,
