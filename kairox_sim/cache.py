@@ -186,6 +186,8 @@ class NeuronCache:
         share = share_of(fired_or_wanted, evaluated if active is None else active, share)
         if self.observes == "active":
             self.policy.observe(layer, fired_or_wanted, share)
+        elif self.observes == "evaluated":
+            self.policy.observe(layer, wanted, share if fired_or_wanted is wanted else None)
         at = wanted.astype(np.intp)  # indexing with int32 takes several times as long
         here = self.state[layer].take(at)
         on_device = here >= RESIDENT

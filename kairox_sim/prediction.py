@@ -9,7 +9,7 @@ import numpy as np
 
 from kairox_sim.errors import KairoxError
 from kairox_sim.policies.base import Ids, Share
-from kairox_sim.trace import Trace, TraceStep
+from kairox_sim.trace import Trace, TraceStep, pack, unpack
 
 
 class Predictions(Protocol):
@@ -84,6 +84,30 @@ class OfQuality:
         share = step.evaluated_share(layer)
         one_token = np.full(alarms.size, 1 / step.n_tokens, np.float32)
         return ids[order], np.concatenate([share[kept], one_token])[order]
+
+
+def as_predicted(trace: Trace, quality: tuple[float, float], trigger: str, seed: int = 0) -> Trace:
+    """The trace as a predictor of this recall and precision would have it run: what it says is
+    evaluated.
+
+    Misses and false alarms are drawn per layer, evenly over active and silent neurons; the same
+    for a given seed. The result is not complete, and its cost is that of the predicted set.
+    """
+    recall, precision = quality
+    header = trace.header
+    said = np.zeros_like(trace.bits)
+    for layer in range(header.n_layers):
+        rows = np.flatnonzero(trace.layer == layer)
+        rng = np.random.default_rng((seed, layer))
+        for part in np.array_split(rows, max(1, rows.size * header.n_neurons >> 22)):
+            active = unpack(trace.bits[part], header.n_neurons).astype(bool)
+            draw = rng.random(active.shape, np.float32)
+            kept = active & (draw < recall)
+            mean_alarms = kept.sum(axis=1) * (1 - precision) / precision  # [n_rows]
+            silent = header.n_neurons - active.sum(axis=1)
+            chance = mean_alarms / np.maximum(silent, 1)
+            said[part] = pack(kept | (~active & (draw < chance[:, None])))
+    return trace.evaluating(said, trigger)
 
 
 def predictions_for(

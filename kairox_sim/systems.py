@@ -132,13 +132,13 @@ SYSTEMS: dict[str, System] = {
             "lru",
             "least recently used goes; everything computed is admitted",
             "the strawman of the Kairox paper, figure 5, and the usual cache",
-            {**_SPARSE, "policy": "lru"},
+            {**_SPARSE, "policy": "lru", "observes": "evaluated"},
         ),
         System(
             "lfu",
             "least frequently used goes; everything computed is admitted",
             "the usual cache, counts over the whole run",
-            {**_SPARSE, "policy": "lfu"},
+            {**_SPARSE, "policy": "lfu", "observes": "evaluated"},
         ),
         System(
             "llm-in-a-flash",

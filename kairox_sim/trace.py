@@ -254,6 +254,25 @@ class Trace:
             context_len=self._context_len[keep],
         )
 
+    def evaluating(self, bits: NDArray[np.uint8], trigger: str) -> "Trace":
+        """As a lossy run at `trigger` that was told, and evaluated, uint8[n_rows, n_bytes] `bits`.
+
+        The true sets stay as they are.
+        """
+        header = dataclasses.replace(
+            self.header, gating="predicted", complete=False, predicted_trigger=trigger
+        )
+        known = np.ones(len(bits), bool)
+        told = {"evaluated": bits, "predicted": bits, "predicted_known": known}
+        return Trace(
+            header,
+            {**self._columns, **told},
+            path=self.path,
+            truncated_at=self.truncated_at,
+            warnings=self.warnings,
+            context_len=self._context_len,
+        )
+
 
 def read_trace(path: str | Path, *, strict: bool = False) -> Trace:
     """The trace at `path`, a stream being or having been recorded, or a sealed file.

@@ -30,7 +30,7 @@ Share = NDArray[np.float32]  # per id, in (0, 1]: part of a chunk's tokens that 
 ABSENT, ARRIVING, RESIDENT, PINNED = 0, 1, 2, 3
 
 Trigger = Literal["attn_in", "attn_out", "serial", "after", "instant"]
-Observes = Literal["predicted", "active"]
+Observes = Literal["predicted", "active", "evaluated"]
 Late = Literal["cpu", "stall", "cancel"]
 Fills = Literal["slots", "prior", "all", "none"]
 Dispatch = Literal["concurrent", "serial", "gpu", "cost", "layers"]
