@@ -138,7 +138,8 @@ class _Engine:
         trace, cache = self.trace, self.cache
         self.plans = cache.policy.admits != "never"
         self.stalls = self.plans and (self.late == "stall" or self.trigger == "serial")
-        self.policy_class = type(cache.policy).__name__.lower()
+        own_name = type(cache.policy).__name__.lower()
+        self.policy_class = getattr(cache.policy, "cost_class", own_name)  # an adapter's: the inner
         self.decided_ns = [0] * cache.n_layers
         self.host = Host(self.env, self.costs, self._keep if self.keep_slices else None)
         if (trace.header.n_layers, trace.header.n_neurons) != (cache.n_layers, cache.n_neurons):
