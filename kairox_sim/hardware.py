@@ -1,24 +1,22 @@
 """A machine as run: every resource `fixed + n / rate`, every number with its source, in TOML.
 
-Knows nothing of models. `costs` turns a profile and a shape into seconds. A profile's `time_scale`
-says how much slower than its original an emulated machine runs; it is already in the numbers and is
-never multiplied into or out of a result.
+A machine's TOML is complete (as `kairox calibrate` writes it), or names bundled parts with `gpu`,
+`cpu` and `link` and adds only what is its own: `profiles/base/datasheet.toml` is laid under the
+parts, and the machine's own entries over them. Knows nothing of models: `costs` turns a profile and
+a shape into seconds. A profile's `time_scale` says how much slower than its original an emulated
+machine runs; it is already in the numbers and is never multiplied into or out of a result.
 """
 
 from __future__ import annotations
 
-import difflib
 import math
-import tomllib
-from collections.abc import Iterable
-from importlib import resources
-from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 import tomli_w
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
+from kairox_sim.bundled_toml import ModelT, bundled, is_path, read, validated
 from kairox_sim.errors import KairoxError
 
 _FROZEN = ConfigDict(frozen=True, extra="forbid")
@@ -68,6 +66,7 @@ class Link(BaseModel):
     model_config = _FROZEN
     copy_fixed_s: Cost
     bytes_per_s: Rate
+    sync_fixed_s: Cost | None = None  # waiting for the copies queued so far; None: not known
 
 
 class Decide(BaseModel):
@@ -94,6 +93,27 @@ class LinkProfile(BaseModel):
     d2h: Link
 
 
+class GpuPart(BaseModel):
+    """A GPU to build a machine from. `stream_bytes_per_s`: what a pass over weights reaches."""
+
+    model_config = _FROZEN
+    name: str
+    vram_bytes: Rate
+    stream_bytes_per_s: Rate
+    gpu_flops_per_s: Rate
+
+
+class CpuPart(BaseModel):
+    """A CPU with its memory. `sparse_bytes_per_s`: the kernel over scattered neurons, alone."""
+
+    model_config = _FROZEN
+    name: str
+    cpu_flops_per_s: Rate
+    dram_peak_bytes_per_s: Rate
+    dram_bytes_per_s: Rate
+    sparse_bytes_per_s: Rate
+
+
 class HardwareProfile(BaseModel):
     """One machine as run. The GPU's ops share one stream; CPU work and copies share DRAM."""
 
@@ -115,6 +135,7 @@ class HardwareProfile(BaseModel):
     ffn_cpu: Op  # its rate is a cap: what the sparse kernel reaches alone
     cpu_flops_per_s: Rate
     dram_bytes_per_s: Rate  # effective, shared by the CPU's kernel and host-to-device copies
+    dram_peak_bytes_per_s: Rate | None = None  # of the memory's datasheet; None: not known
     h2d: Link
     copies_per_bundle: Annotated[Quantity, AfterValidator(_zero_or_one)]
     d2h: Link
@@ -122,30 +143,61 @@ class HardwareProfile(BaseModel):
     decide: Annotated[dict[str, Decide], AfterValidator(_has_default)]  # by policy class
 
 
-ModelT = TypeVar("ModelT", bound=BaseModel)
-
 _PROFILES = "profiles"
 _LINKS = "profiles/links"
+_GPUS = "profiles/gpus"
+_CPUS = "profiles/cpus"
+_UNDER_PARTS = "profiles/base"  # one file, datasheet.toml
+_GPU_OPS = ("attention", "gate", "predictor", "ffn_gpu", "head")
 
 
 def bundled_profiles() -> list[str]:
     """Names that `load_profile` knows."""
-    return _bundled(_PROFILES)
+    return bundled(_PROFILES)
 
 
 def bundled_links() -> list[str]:
     """Names that `load_link` knows."""
-    return _bundled(_LINKS)
+    return bundled(_LINKS)
+
+
+def bundled_gpus() -> list[str]:
+    """Names that `load_gpu` and a machine's `gpu` know."""
+    return bundled(_GPUS)
+
+
+def bundled_cpus() -> list[str]:
+    """Names that `load_cpu` and a machine's `cpu` know."""
+    return bundled(_CPUS)
 
 
 def load_profile(name_or_path: str | Path) -> HardwareProfile:
-    """A bundled profile by name, or a TOML file by path (a Path, or text with `/` or `.toml`)."""
-    return _load(name_or_path, _PROFILES, HardwareProfile, "hardware profile")
+    """A bundled machine by name, a TOML file by path, or a machine of parts: "gpu+cpu+link".
+
+    A path is a Path, or text with `/` or `.toml`. "rtx4090+epyc-7542+pcie4" (in any order) is a
+    machine of these bundled parts and nothing of its own.
+    """
+    noun, text = "hardware profile", str(name_or_path)
+    if "+" in text and not is_path(name_or_path):
+        data: dict[str, Any] = {"name": text, **_parts_named_in(text)}
+    else:
+        data = read(name_or_path, _PROFILES, noun)
+    return validated(_with_parts(data, text), HardwareProfile, f"{noun} {text!r}")
 
 
 def load_link(name_or_path: str | Path) -> LinkProfile:
     """A bundled link by name, or a TOML file by path."""
     return _load(name_or_path, _LINKS, LinkProfile, "link profile")
+
+
+def load_gpu(name_or_path: str | Path) -> GpuPart:
+    """A bundled GPU by name, or a TOML file by path."""
+    return _load(name_or_path, _GPUS, GpuPart, "GPU")
+
+
+def load_cpu(name_or_path: str | Path) -> CpuPart:
+    """A bundled CPU by name, or a TOML file by path."""
+    return _load(name_or_path, _CPUS, CpuPart, "CPU")
 
 
 def dump_profile(profile: HardwareProfile | LinkProfile, path: str | Path) -> Path:
@@ -164,6 +216,45 @@ def with_link(profile: HardwareProfile, link: LinkProfile) -> HardwareProfile:
     )
 
 
+def with_dram_efficiency(profile: HardwareProfile, efficiency: float, why: str) -> HardwareProfile:
+    """The same machine whose DRAM reaches `efficiency` of its datasheet's peak. `why`: the source.
+
+    The CPU's sparse kernel keeps its share of the effective rate.
+    """
+    if not 0 < efficiency <= 1:
+        raise KairoxError(f"a DRAM efficiency of {efficiency}; allowed are numbers in (0, 1]")
+    peak = profile.dram_peak_bytes_per_s
+    if peak is None:
+        raise KairoxError(
+            f"profile {profile.name!r} has no dram_peak_bytes_per_s, so an efficiency says nothing "
+            "of it; add the peak of its memory's datasheet"
+        )
+    dram = Quantity(value=peak.value * efficiency, source=f"{peak.source}, x {efficiency:g} {why}")
+    sparse, before = profile.ffn_cpu.bytes_per_s, profile.dram_bytes_per_s.value
+    share = sparse.value / before
+    kept = Quantity(
+        value=dram.value * share,
+        source=f"{share:.3g} x the effective DRAM rate ({efficiency:g} of its peak, {why}); the "
+        f"share is from: {sparse.source}",
+    )
+    ffn_cpu = profile.ffn_cpu.model_copy(update={"bytes_per_s": kept})
+    return profile.model_copy(update={"dram_bytes_per_s": dram, "ffn_cpu": ffn_cpu})
+
+
+def with_margin(profile: HardwareProfile, margin_bytes: float, why: str) -> HardwareProfile:
+    """The same machine with so much VRAM kept free of weights and keys. `why`: the source."""
+    if not (math.isfinite(margin_bytes) and margin_bytes >= 0):
+        raise KairoxError(f"a VRAM margin of {margin_bytes} bytes; must be finite, 0 or more")
+    margin = Quantity(value=float(margin_bytes), source=why)
+    return profile.model_copy(update={"vram_margin_bytes": margin})
+
+
+_SCALED = (
+    "gpu_flops_per_s", "cpu_flops_per_s", "dram_bytes_per_s", "dram_peak_bytes_per_s",
+    "handover_fixed_s",
+)  # fmt: skip
+
+
 def scaled(profile: HardwareProfile, time_scale: float) -> HardwareProfile:
     """The same machine, `time_scale` times slower: rates divided, fixed costs multiplied.
 
@@ -174,14 +265,15 @@ def scaled(profile: HardwareProfile, time_scale: float) -> HardwareProfile:
     parts = {
         field: _slower(getattr(profile, field), time_scale, field)
         for field in HardwareProfile.model_fields
-        if isinstance(getattr(profile, field), (Op, Link))
-        or field in ("gpu_flops_per_s", "cpu_flops_per_s", "dram_bytes_per_s", "handover_fixed_s")
+        if isinstance(getattr(profile, field), (Op, Link)) or field in _SCALED
     }
     return profile.model_copy(update={**parts, "time_scale": profile.time_scale * time_scale})
 
 
 def _slower(part: Any, time_scale: float, key: str = "") -> Any:
     """A quantity, or every quantity of an op or link; the suffix says whether it is a rate."""
+    if part is None:
+        return None
     if not isinstance(part, Quantity):
         fields = type(part).model_fields
         return part.model_copy(
@@ -193,62 +285,55 @@ def _slower(part: Any, time_scale: float, key: str = "") -> Any:
     return Quantity(value=value, source=f"{part.source}; slowed by time_scale {time_scale:g}")
 
 
-def _folder(where: str) -> Traversable:
-    return resources.files("kairox_sim").joinpath(where)
+def _parts_named_in(text: str) -> dict[str, str]:
+    """Of "rtx4090+epyc-7542+pcie4": which part is the GPU, the CPU and the link."""
+    known = {"gpu": bundled_gpus(), "cpu": bundled_cpus(), "link": bundled_links()}
+    named = text.split("+")
+    found = {kind: name for name in named for kind, names in known.items() if name in names}
+    if len(named) != len(known) or len(found) != len(known):
+        listed = "; ".join(f"{kind}: {', '.join(names)}" for kind, names in known.items())
+        raise KairoxError(
+            f"no hardware profile {text!r}: with '+' it is a GPU, a CPU and a link, one of each, "
+            f"as in 'rtx4090+epyc-7542+pcie4'. {listed}"
+        )
+    return found
 
 
-def _bundled(where: str) -> list[str]:
-    names = (entry.name for entry in _folder(where).iterdir())
-    return sorted(name.removesuffix(".toml") for name in names if name.endswith(".toml"))
+def _with_parts(data: dict[str, Any], label: str) -> dict[str, Any]:
+    """A machine's own entries over those of the parts it names; complete ones as they are."""
+    own = dict(data)
+    named = {kind: own.pop(kind) for kind in ("gpu", "cpu", "link") if kind in own}
+    if not named:
+        return own
+    for kind, name in named.items():
+        if not isinstance(name, str):
+            raise KairoxError(
+                f"hardware profile {label!r}: {kind!r} is {name!r}, must be the name of a part"
+            )
+    merged = read("datasheet", _UNDER_PARTS, "base")
+    if "gpu" in named:
+        gpu = load_gpu(named["gpu"]).model_dump(exclude={"name"})
+        stream = gpu.pop("stream_bytes_per_s")
+        merged = _over(merged, gpu | {op: {"bytes_per_s": stream} for op in _GPU_OPS})
+    if "cpu" in named:
+        cpu = load_cpu(named["cpu"]).model_dump(exclude={"name"})
+        sparse = cpu.pop("sparse_bytes_per_s")
+        merged = _over(merged, cpu | {"ffn_cpu": {"bytes_per_s": sparse}})
+    if "link" in named:
+        merged = _over(merged, load_link(named["link"]).model_dump(exclude={"name"}))
+    return _over(merged, own)
+
+
+def _over(under: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    """Tables are merged; a quantity replaces another whole, so that no number keeps a source."""
+    merged = dict(under)
+    for key, entry in over.items():
+        below = merged.get(key)
+        is_table = isinstance(entry, dict) and not {"value", "source"} & entry.keys()
+        merged[key] = _over(below, entry) if is_table and isinstance(below, dict) else entry
+    return merged
 
 
 def _load(name_or_path: str | Path, where: str, model: type[ModelT], noun: str) -> ModelT:
-    text_form = str(name_or_path)
-    is_path = (
-        isinstance(name_or_path, Path)
-        or text_form.endswith(".toml")
-        or "/" in text_form
-        or "\\" in text_form
-    )
-    file: Path | Traversable
-    file = Path(name_or_path) if is_path else _folder(where).joinpath(f"{text_form}.toml")
-    if not file.is_file():
-        names = _bundled(where)
-        near = difflib.get_close_matches(text_form, names, n=1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        raise KairoxError(
-            f"no {noun} {text_form!r}; {hint}bundled: {', '.join(names)}; "
-            "or give the path of a .toml file"
-        )
-    try:
-        data = tomllib.loads(file.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise KairoxError(f"{noun} {text_form!r} is not valid TOML: {error}") from error
-    try:
-        return model.model_validate(data)
-    except ValidationError as error:
-        problems = "; ".join(_problem(item, model) for item in error.errors())
-        raise KairoxError(f"{noun} {text_form!r}: {problems}") from error
-
-
-def _problem(item: Any, model: type[BaseModel]) -> str:
-    loc: tuple[Any, ...] = item["loc"]
-    dotted = ".".join(str(part) for part in loc)
-    if item["type"] == "extra_forbidden":
-        allowed = _allowed_keys(model, loc[:-1])
-        near = difflib.get_close_matches(str(loc[-1]), allowed, n=1, cutoff=0.0)
-        return f"unknown key {dotted!r}; did you mean {near[0]!r}? allowed: {', '.join(allowed)}"
-    if item["type"] == "missing":
-        return f"missing key {dotted!r}"
-    return f"{dotted!r}: {item['msg']} (got {item['input']!r})"
-
-
-def _allowed_keys(model: type[BaseModel], loc: Iterable[Any]) -> list[str]:
-    """The fields of the model found by walking `loc` down from `model`."""
-    inner: Any = model
-    for part in loc:
-        if isinstance(inner, type) and issubclass(inner, BaseModel):
-            inner = inner.model_fields[str(part)].annotation
-        else:  # dict[str, Model]
-            inner = inner.__args__[1]
-    return list(inner.model_fields)
+    data = read(name_or_path, where, noun)
+    return validated(data, model, f"{noun} {str(name_or_path)!r}")

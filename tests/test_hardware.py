@@ -1,4 +1,4 @@
-"""Profiles: every bundled one, what is refused and how, and the two ways to change one."""
+"""Profiles: every bundled one and its parts, what is refused and how, the ways to change one."""
 
 import tomllib
 from collections.abc import Callable, Iterator
@@ -14,12 +14,14 @@ from pydantic import BaseModel, ValidationError
 
 from kairox_sim.errors import KairoxError
 from kairox_sim.hardware import (
-    HardwareProfile,
-    LinkProfile,
     Quantity,
+    bundled_cpus,
+    bundled_gpus,
     bundled_links,
     bundled_profiles,
     dump_profile,
+    load_cpu,
+    load_gpu,
     load_link,
     load_profile,
     scaled,
@@ -43,22 +45,38 @@ def quantities(model: Any, key: str = "") -> Iterator[tuple[str, Quantity]]:
 
 
 def test_names_are_the_files() -> None:
-    assert bundled_profiles() == sorted(path.stem for path in FOLDER.glob("*.toml"))
-    assert bundled_links() == sorted(path.stem for path in (FOLDER / "links").glob("*.toml"))
-    assert {"pc1", "pc1-rowcopies", "pc2", "emu-pc1"} <= set(bundled_profiles())
+    for folder, names in (
+        (FOLDER, bundled_profiles()), (FOLDER / "links", bundled_links()),
+        (FOLDER / "gpus", bundled_gpus()), (FOLDER / "cpus", bundled_cpus()),
+    ):  # fmt: skip
+        assert names == sorted(path.stem for path in folder.glob("*.toml"))
+    machines = {"pc1", "pc1-rowcopies", "pc2", "emu-pc1", "pc-low", "pc-high"}
+    assert machines | {"fork-3070", "fork-3080"} <= set(bundled_profiles())
     assert {"pcie3", "pcie4", "pcie5"} <= set(bundled_links())
+    assert {"rtx3060", "rtx3070", "rtx3080", "rtx3080ti", "rtx4070", "rtx4080", "rtx4090",
+            "h200"} <= set(bundled_gpus())  # fmt: skip
+    assert {"i7-13700k", "ryzen-5700x", "xeon-e5-2680v4", "epyc-7542", "i9-13900k", "i7-12700k",
+            "fork-host"} <= set(bundled_cpus())  # fmt: skip
 
 
-@pytest.mark.parametrize("path", sorted(FOLDER.rglob("*.toml")), ids=lambda p: p.stem)
+LOADERS: dict[str, Callable[[str | Path], Any]] = {
+    "profiles": load_profile, "links": load_link, "gpus": load_gpu, "cpus": load_cpu,
+}  # fmt: skip
+FILES = [path for path in sorted(FOLDER.rglob("*.toml")) if path.parent.name != "base"]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: p.stem)
 def test_every_bundled_file(path: Path, tmp_path: Path) -> None:
-    is_link = path.parent.name == "links"
-    load: Callable[[str | Path], HardwareProfile | LinkProfile]
-    load = load_link if is_link else load_profile
+    load = LOADERS[path.parent.name]
     profile = load(path)
     assert profile.name == path.stem
     assert load(path.stem) == profile
     numbers = dict(quantities(profile))
-    assert len(numbers) == (23 + 3 * len(profile.decide) if hasattr(profile, "decide") else 4)
+    if path.parent.name == "profiles":
+        optional = {"h2d.sync_fixed_s", "d2h.sync_fixed_s", "dram_peak_bytes_per_s"}
+        assert len(numbers.keys() - optional) == 23 + 3 * len(profile.decide)
+    else:
+        assert len(numbers) == {"gpus": 3, "cpus": 4, "links": 5}[path.parent.name]
     for key, quantity in numbers.items():
         assert len(quantity.source) > 10, key
         # nobody moves 1 TB/s or more over a bus, or launches in a second
@@ -66,17 +84,18 @@ def test_every_bundled_file(path: Path, tmp_path: Path) -> None:
             assert 1e9 < quantity.value < 1e12
         if key.endswith("_s") and not key.endswith(RATES):
             assert 0 <= quantity.value < 1e-2, key
-    assert load(dump_profile(profile, tmp_path / "again.toml")) == profile
+    if load in (load_profile, load_link):
+        assert load(dump_profile(profile, tmp_path / "again.toml")) == profile
 
 
-@pytest.mark.parametrize("name", ["pc1", "pc2", "emu-pc1"])
+@pytest.mark.parametrize("name", ["pc1", "pc2", "emu-pc1", "pc-low", "pc-high", "fork-3080"])
 def test_speeds_are_in_the_order_of_a_pc(name: str) -> None:
     """GPU memory is faster than host memory, which is faster than the bus."""
     profile = load_profile(name)
     assert profile.ffn_gpu.bytes_per_s.value > 4 * profile.h2d.bytes_per_s.value
     assert profile.dram_bytes_per_s.value > profile.h2d.bytes_per_s.value
-    ratio = profile.ffn_cpu.bytes_per_s.value / load_profile("pc1").dram_bytes_per_s.value
-    assert 0.2 <= ratio <= 0.8
+    dram = load_profile("pc1") if name == "emu-pc1" else profile  # never binding there
+    assert 0.2 <= profile.ffn_cpu.bytes_per_s.value / dram.dram_bytes_per_s.value <= 0.8
 
 
 def test_row_copies_differ_from_gathers_only_in_that() -> None:
@@ -99,12 +118,17 @@ def test_calibrated_round_trip(tmp_path: Path) -> None:
     assert again.time_scale == 3.7
 
 
-def changed(tmp_path: Path, change: Callable[[dict[str, Any]], None]) -> Path:
-    data = tomllib.loads((FOLDER / "pc1.toml").read_text(encoding="utf-8"))
-    change(data)
+def written(tmp_path: Path, data: dict[str, Any]) -> Path:
     path = tmp_path / "changed.toml"
     path.write_text(tomli_w.dumps(data), encoding="utf-8")
     return path
+
+
+def changed(tmp_path: Path, change: Callable[[dict[str, Any]], None]) -> Path:
+    whole = dump_profile(load_profile("pc1"), tmp_path / "whole.toml")
+    data = tomllib.loads(whole.read_text(encoding="utf-8"))
+    change(data)
+    return written(tmp_path, data)
 
 
 @pytest.mark.parametrize(
@@ -112,7 +136,11 @@ def changed(tmp_path: Path, change: Callable[[dict[str, Any]], None]) -> Path:
     [
         (lambda d: d.update(dram_byte_per_s=1), ["'dram_byte_per_s'", "'dram_bytes_per_s'"]),
         (lambda d: d["gate"].update(fixd_s=1), ["'gate.fixd_s'", "mean 'fixed_s'"]),
-        (lambda d: d["h2d"].update(fixed_s=1), ["'h2d.fixed_s'", "mean 'copy_fixed_s'"]),
+        (lambda d: d["h2d"].update(fixed_s=1), ["'h2d.fixed_s'", "copy_fixed_s, bytes_per_s"]),
+        (
+            lambda d: d["h2d"]["sync_fixed_s"].update(value=-1.0),
+            ["'h2d.sync_fixed_s'", "0 or more"],
+        ),
         (lambda d: d["gate"]["fixed_s"].update(src=""), ["'gate.fixed_s.src'", "mean 'source'"]),
         (
             lambda d: d["decide"]["default"].update(per_swaps_s=1),
@@ -151,11 +179,11 @@ def test_all_problems_are_named_at_once(tmp_path: Path) -> None:
 
 
 def test_no_such_profile(tmp_path: Path) -> None:
-    with pytest.raises(KairoxError, match=r"'pc11'; did you mean 'pc1.*bundled: emu-pc1, pc1"):
+    with pytest.raises(KairoxError, match=r"'pc11'; did you mean 'pc1.*bundled: emu-pc1, fork"):
         load_profile("pc11")
     with pytest.raises(KairoxError, match="bundled: pcie3, pcie4, pcie5"):
         load_link("nvlink")
-    with pytest.raises(KairoxError, match=r"bundled: emu-pc1, pc1.*path of a \.toml"):
+    with pytest.raises(KairoxError, match=r"bundled: emu-pc1, fork.*path of a \.toml"):
         load_profile(tmp_path / "none.toml")
     with pytest.raises(KairoxError, match="no hardware profile"):
         load_profile(tmp_path)
