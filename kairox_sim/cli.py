@@ -17,6 +17,7 @@ from pydantic import ValidationError
 from kairox_sim.commands.best import best
 from kairox_sim.commands.calibrate import calibrate
 from kairox_sim.commands.generate import generate
+from kairox_sim.commands.group import group
 from kairox_sim.commands.info import info
 from kairox_sim.commands.options import say
 from kairox_sim.commands.plot import plot
@@ -27,7 +28,7 @@ from kairox_sim.commands.validate import validate
 from kairox_sim.errors import KairoxError
 
 COMMANDS: tuple[Callable[..., Any], ...] = (
-    record, info, simulate, sweep, plot, best, calibrate, generate, validate,
+    record, info, group, simulate, sweep, plot, best, calibrate, generate, validate,
 )  # fmt: skip
 BAD_INPUT = 2  # exit code
 
