@@ -17,8 +17,10 @@ from numpy.typing import NDArray
 from kairox_sim.cache import NeuronCache
 from kairox_sim.controllers import Controller, Fixed
 from kairox_sim.events import Cancelled, Committed, Event, LookedUp, Planned
-from kairox_sim.policies import POLICIES, Lru
-from kairox_sim.policies.base import Observes, Policy, Trigger
+from kairox_sim.idsets import sorted_ids
+from kairox_sim.policies import Lru, build_policy
+from kairox_sim.policies.base import Ids, Known, Observes, Policy, Trigger
+from kairox_sim.policies.future import Future
 from kairox_sim.record import StepRecord
 
 
@@ -53,9 +55,33 @@ class Run:
     def fixed(self) -> Fixed:
         return Fixed(self.threshold_scale, self.max_swaps)
 
+    def policy(self, name: str) -> Policy:
+        """By its name, told everything it may need, the future of this very run included."""
+        known = Known(
+            rng=np.random.default_rng(0),
+            future=Future.of(self.observed(), self.n_neurons),
+            gpu_over_cpu=10.0,
+            position=np.tile(np.arange(self.n_neurons, dtype=np.int32), (self.n_layers, 1)),
+        )
+        return build_policy(name, self.n_layers, self.n_neurons, known)
+
+    def observed(self) -> list[list[Ids]]:
+        """[n_layers][n] the sets that `drive` makes a policy observe."""
+        ahead = self.trigger in ("attn_in", "attn_out")
+        shown: list[list[list[int]]] = [[] for _ in self.slots]
+        for at, step in enumerate(self.steps):
+            for layer, now in enumerate(step):
+                if self.observes == "active":
+                    shown[layer].append(now.evaluated if now.active is None else now.active)
+                elif self.observes == "evaluated" or self.trigger == "after":
+                    shown[layer].append(now.evaluated)
+                elif not ahead or layer > 0 or at + 1 < len(self.steps):
+                    shown[layer].append(now.predicted)
+        return [[sorted_ids(np.array(s, np.int64), self.n_neurons) for s in of] for of in shown]
+
     def cache(self, policy: Policy | str, controller: Controller | None = None) -> NeuronCache:
         if isinstance(policy, str):
-            policy = POLICIES[policy](self.n_layers, self.n_neurons)  # type: ignore[call-arg]
+            policy = self.policy(policy)
         return NeuronCache(
             self.n_layers,
             self.n_neurons,
@@ -114,7 +140,8 @@ class Shadow:
             self.before.setdefault(layer, set(resident))
         seen, evicted = set(event.predicted.tolist()), event.evicted.tolist()
         assert len(set(evicted)) == len(evicted)
-        assert set(evicted) <= resident.keys() - self.pinned[layer] - seen
+        spared = set() if self.cache.policy.evicts_seen else seen
+        assert set(evicted) <= resident.keys() - self.pinned[layer] - spared
         was = {neuron: resident.pop(neuron) for neuron in evicted}
         self.evictions += len(evicted)
         self.wasted += len(self.unused[layer] & set(evicted))

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from driving import busy, drive
+from driving import LayerStep, Run, busy, drive
 
 from kairox_sim.cache import NeuronCache
 from kairox_sim.controllers import Fixed, Knobs
@@ -162,7 +162,8 @@ def test_a_swap_lands_or_is_cancelled_once() -> None:
 
 @pytest.mark.parametrize("name", MOVING)
 def test_c25_a_neuron_named_twice_is_copied_once(name: str) -> None:
-    cache = NeuronCache(1, 8, 8, POLICIES[name](1, 8), Fixed(threshold_scale=0.2), trigger="serial")
+    run = Run(8, [8], [[LayerStep([5, 6], [5, 6])]], "serial", "active")
+    cache = NeuronCache(1, 8, 8, run.policy(name), Fixed(threshold_scale=0.2), trigger="serial")
     (swap,) = cache.plan(0, [5, 5, 6])
     assert cache.plan(0, [5, 6]) == []  # while it is arriving
     split = cache.lookup(0, [5, 6])

@@ -117,7 +117,7 @@ class Spied:
 )
 @given(run=runs())
 def test_any_calls(name: str, run: Run) -> None:
-    policy = Spied(POLICIES[name](run.n_layers, run.n_neurons))
+    policy = Spied(run.policy(name))
     controller: Controller = run.fixed()
     if "threshold_scale" in policy.knobs and run.luck[0] % 2:
         controller = Anb(initial=run.threshold_scale, lowest=0.1)

@@ -75,7 +75,7 @@ def test_g1_a_replayed_log_repeats_every_decision(tmp_path, name: str, trigger: 
     run = chunked(busy(trigger, "predicted", pinned=[[23], [], []], warm=[[3, 0], [2], []]))
     path, _ = logged(tmp_path, name, run, Anb(initial=0.5) if scale else Fixed())
     header, events = read_call_log(path)
-    fresh = rebuild(header, POLICIES[name](3, 24), Anb(initial=0.5) if scale else Fixed())
+    fresh = rebuild(header, run.policy(name), Anb(initial=0.5) if scale else Fixed())
     result = replay(events, fresh)
     assert result.differences == []
     assert result.steps == 60

@@ -4,6 +4,7 @@ from dataclasses import fields
 from math import inf, nan
 
 import pytest
+from driving import Run
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -188,7 +189,8 @@ def test_a_policy_reads_knobs_that_exist(name: str) -> None:
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("controller", CONTROLLERS)
 def test_nothing_in_common_is_refused_naming_both(policy: str, controller: str) -> None:
-    made, control = POLICIES[policy](1, 4), CONTROLLERS[controller]()
+    made = Run(4, [2], [], "after", "active").policy(policy)
+    control = CONTROLLERS[controller]()
     if not control.sets or control.sets & made.knobs:
         assert NeuronCache(1, 4, 2, made, control).controller is control
         return

@@ -6,6 +6,7 @@ from kairox_sim.errors import KairoxError
 from kairox_sim.policies.base import Known, Policy
 from kairox_sim.policies.bounds import AllResident, NoneResident, Static
 from kairox_sim.policies.classic import Lfu, Lru
+from kairox_sim.policies.oracles import Belady, BeladyBypass
 from kairox_sim.policies.qinfer import QInfer
 from kairox_sim.policies.tam import Tam
 from kairox_sim.policies.tam_paper import TamPaper
@@ -19,6 +20,8 @@ POLICIES: dict[str, type[Policy]] = {
     "qinfer": QInfer,
     "lru": Lru,
     "lfu": Lfu,
+    "belady": Belady,
+    "belady_bypass": BeladyBypass,
     "static": Static,
     "all": AllResident,
     "none": NoneResident,
@@ -50,6 +53,8 @@ __all__ = [
     "BOUNDS",
     "POLICIES",
     "AllResident",
+    "Belady",
+    "BeladyBypass",
     "Known",
     "Lfu",
     "Lru",
