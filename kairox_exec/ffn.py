@@ -328,6 +328,11 @@ class LivePipeline:
         shape = (len(self.bundles), self.bundles[0].n_neurons)
         if gating not in ("oracle", "exact"):
             raise KairoxError(f"gating {gating!r} is not built yet; allowed: oracle, exact")
+        if self.plans and self.late == "cancel":
+            raise KairoxError(
+                f"late 'cancel' ({type(cache.policy).__name__.lower()}'s) is built in the "
+                "simulator only: a live copy cannot be taken back; use late = 'cpu' or 'stall'"
+            )
         if (cache.n_layers, cache.n_neurons) != shape:
             raise KairoxError(
                 f"the cache has {cache.n_layers} layers of {cache.n_neurons} neurons, "

@@ -223,7 +223,7 @@ class SwapCap:
             raise KairoxError(f"swap_cap's rate must be in [0, 1), got {rate}")
         self.rate = rate
         self.highest: tuple[int, ...] = ()  # per layer, once started; 0 where it has no slots
-        self.caps = self.highest
+        self.caps: tuple[int, ...] = ()
         self.knobs = Knobs()
 
     def start(self, swaps: Sequence[int]) -> None:
