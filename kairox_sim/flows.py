@@ -8,13 +8,19 @@ and bytes read by the pool share DRAM by max-min water-filling.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from math import ceil, inf
 from typing import NamedTuple
 
 NS = 1_000_000_000
 NEVER = 2**62
+
+
+def to_ns(seconds: float) -> int:
+    """The nearest whole nanosecond."""
+    return round(seconds * NS)
 
 
 def water_fill(caps: Sequence[float], capacity: float) -> list[float]:
@@ -30,7 +36,7 @@ def water_fill(caps: Sequence[float], capacity: float) -> list[float]:
 
 class Ended(NamedTuple):
     end_ns: int
-    kind: str  # "swap" | "critical" | "cpu"
+    kind: str  # "swap" | "fetch" | "critical" | "cpu"
     key: Hashable
     began_ns: int
 
@@ -60,9 +66,17 @@ class _Queued:
     alone_ns: int  # each, set-up included, while the pool does not disturb it
     n_started: int = 0
 
+    @property
+    def ahead_ns(self) -> int:
+        """Of all that have not begun, while the pool does not disturb them."""
+        return (len(self.keys) - self.n_started) * self.alone_ns
+
 
 class HostTraffic:
-    """One h2d link (critical activations before swaps, a swap is not preempted) and one CPU pool.
+    """One h2d link and one CPU pool.
+
+    What the GPU waits for in this very layer-step, fetches and activations, goes over the link
+    before swaps, in the order it was given; a copy that has begun is not preempted.
 
     Nothing needs to happen when a copy ends while the pool and the link leave each other alone: the
     landings of a whole run of equal swaps are worked out when asked for.
@@ -72,17 +86,25 @@ class HostTraffic:
         self.h2d_bytes_per_s, self.dram_bytes_per_s = h2d_bytes_per_s, dram_bytes_per_s
         self._link_rate = min(h2d_bytes_per_s, dram_bytes_per_s)  # with the pool idle
         self._swaps: deque[_Queued] = deque()
-        self._critical: deque[_Queued] = deque()
+        self._urgent: deque[_Queued] = deque()  # fetches, then at most one critical copy
         self._link: _Flow | None = None
         self._cpu: _Flow | None = None
         self._cpu_cap = 0.0  # bytes/s
         self._contended = False  # the pool and the link want more than DRAM gives
-        self._swap_busy_ns = 0  # of swaps that have ended
+        self._swap_busy_ns = 0  # of swaps and fetches that have ended
 
     def submit_swaps(self, keys: Sequence[Hashable], n_bytes: float, setup_ns: int) -> None:
         """Copies of `n_bytes` each, in order. They start at the next `settle`."""
         alone_ns = setup_ns + _duration_ns(n_bytes, self._link_rate)
         self._swaps.append(_Queued("swap", keys, n_bytes, setup_ns, alone_ns))
+
+    def submit_fetches(self, keys: Sequence[Hashable], n_bytes: float, setup_ns: int) -> None:
+        """Copies of `n_bytes` each that go before every swap that has not begun.
+
+        They start at the next `settle`; call it before, too.
+        """
+        alone_ns = setup_ns + _duration_ns(n_bytes, self._link_rate)
+        self._urgent.append(_Queued("fetch", keys, n_bytes, setup_ns, alone_ns))
 
     def submit_critical(self, key: Hashable, n_bytes: float, setup_ns: int, now_ns: int) -> int:
         """A copy that goes before every swap that has not begun; returns when it ends.
@@ -90,18 +112,35 @@ class HostTraffic:
         The caller lets the pool rest until then, so that nothing can change it. Call after
         `settle(now_ns)` has returned everything that ended.
         """
-        if self._cpu is not None or self._critical:
+        if self._cpu is not None or self._critical_is_open():
             raise RuntimeError("a critical copy with the pool, or another one, still at work")
         alone_ns = setup_ns + _duration_ns(n_bytes, self._link_rate)
-        self._critical.append(_Queued("critical", (key,), n_bytes, setup_ns, alone_ns))
-        return (now_ns if self._link is None else self._link.end_ns) + alone_ns
+        begins_ns = now_ns if self._link is None else self._link.end_ns
+        begins_ns += sum(run.ahead_ns for run in self._urgent)
+        self._urgent.append(_Queued("critical", (key,), n_bytes, setup_ns, alone_ns))
+        return begins_ns + alone_ns
+
+    def cancel_swaps(self, keys: Collection[Hashable]) -> None:
+        """Take those of these that have not begun off the queue.
+
+        Call after `settle(now_ns)`: what could begin by now has.
+        """
+        kept: deque[_Queued] = deque()
+        for run in self._swaps:
+            waiting = run.keys[run.n_started :]
+            left = [key for key in waiting if key not in keys]
+            if len(left) == len(waiting):
+                kept.append(run)
+            elif left:
+                kept.append(_Queued(run.kind, left, run.n_bytes, run.setup_ns, run.alone_ns))
+        self._swaps = kept
 
     def submit_cpu(
         self, key: Hashable, n_bytes: float, cap: float, begins_ns: int, now_ns: int
     ) -> None:
         """The pool reads `n_bytes` from `begins_ns` on. Call after `settle(now_ns)`."""
         link = self._link
-        if self._cpu is not None or self._critical or (link and link.kind == "critical"):
+        if self._cpu is not None or self._critical_is_open():
             raise RuntimeError("the CPU pool works on one layer-step at a time")
         rate = min(cap, self.dram_bytes_per_s)
         end_ns = begins_ns + _duration_ns(n_bytes, rate)
@@ -136,7 +175,7 @@ class HostTraffic:
             assert link is not None
             if link.end_ns == link_ns:
                 ended.append(Ended(link_ns, link.kind, link.key, link.began_ns))
-                if link.kind == "swap":
+                if link.kind != "critical":
                     self._swap_busy_ns += link_ns - link.began_ns
                 self._link = None
                 # Nobody submitted anything in between, or we would have been asked.
@@ -160,23 +199,22 @@ class HostTraffic:
         return at_ns
 
     def landing_ns(self, key: Hashable) -> int:
-        """When a swap that has not ended will, if the pool stays idle until then."""
+        """When a swap or fetch that has not ended will, if the pool stays idle until then."""
         if self._cpu is not None or self._link is None:
             raise RuntimeError("landings are certain only while the pool is idle, after settling")
         at_ns = self._link.end_ns
         if self._link.key == key:
             return at_ns
-        at_ns += sum(run.alone_ns for run in self._critical)
-        for run in self._swaps:
+        for run in chain(self._urgent, self._swaps):
             waiting = run.keys[run.n_started :]
             if key in waiting:
                 return at_ns + (1 + waiting.index(key)) * run.alone_ns
-            at_ns += len(waiting) * run.alone_ns
+            at_ns += run.ahead_ns
         raise RuntimeError(f"{key!r} is neither on the link nor waiting for it")
 
     def swap_busy_ns(self, now_ns: int) -> int:
-        """Time the link has carried swaps up to now. Call after `settle(now_ns)`."""
-        if self._link is not None and self._link.kind == "swap":
+        """Time the link has carried swaps and fetches up to now. Call after `settle(now_ns)`."""
+        if self._link is not None and self._link.kind != "critical":
             return self._swap_busy_ns + now_ns - self._link.began_ns
         return self._swap_busy_ns
 
@@ -191,9 +229,14 @@ class HostTraffic:
         """When a flow ends, or, where that matters to the other one, begins to move its bytes."""
         return flow.since_ns if self._contended and not flow.moving else flow.end_ns
 
+    def _critical_is_open(self) -> bool:
+        """Whether a critical copy is under way or waits."""
+        on_link = self._link is not None and self._link.kind == "critical"
+        return on_link or bool(self._urgent and self._urgent[-1].kind == "critical")
+
     def _start_link(self, now_ns: int) -> None:
         """Put the next copy on the idle link, if there is one."""
-        queue = self._critical or self._swaps
+        queue = self._urgent or self._swaps
         if not queue:
             return
         run = queue[0]

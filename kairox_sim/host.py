@@ -1,6 +1,7 @@
 """The host side of the engine: CPU pool, both directions of the link and DRAM, as SimPy callbacks.
 
-The GPU's process gives it swaps and residual neurons and asks what has landed. It decides nothing.
+The GPU's process gives it swaps, fetches and residual neurons and asks what has landed. It decides
+nothing.
 `HostTraffic` holds the arithmetic; an event is only made of what cannot be worked out when asked.
 """
 
@@ -12,17 +13,13 @@ from itertools import groupby
 
 import simpy
 
-from kairox_sim.costs import CostModel
+from kairox_sim.cost_model import CostModel
 from kairox_sim.events import Swap
-from kairox_sim.flows import NEVER, NS, Ended, HostTraffic
+from kairox_sim.flows import NEVER, Ended, HostTraffic, to_ns
+from kairox_sim.policies.base import Ids
 
 Note = Callable[[str, str, int, int, int], None]
 """(lane, name, layer, began_ns, end_ns): keep a busy interval."""
-
-
-def to_ns(seconds: float) -> int:
-    """The nearest whole nanosecond."""
-    return round(seconds * NS)
 
 
 @dataclass(slots=True, eq=False)
@@ -35,9 +32,20 @@ class HandOver:
     answered: simpy.Event  # fires when the pool is done; its value is when the sums can be added
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Fetch:
+    """One of the copies made on demand for a layer-step."""
+
+    layer: int
+
+
 @dataclass(frozen=True, slots=True)
 class _Path:
-    """What a hand-over of so many tokens costs whatever the number of neurons."""
+    """What the hand-overs of so many tokens cost whatever the number of neurons.
+
+    Where there are several in a layer-step, their costs are added and paid as one: x and the
+    pre-activations before the pool's work, all partial sums after it.
+    """
 
     down_ns: int
     handover_ns: int  # each way
@@ -55,6 +63,8 @@ class Host:
         self._traffic = HostTraffic(costs.h2d_bytes_per_s, costs.dram_bytes_per_s)
         self.cpu_busy_ns = self.act_busy_ns = 0
         self._landed: list[int] = []  # swap ids not yet polled, in issue order
+        self._last_fetch: _Fetch | None = None  # of the latest ones, while it has not landed
+        self._fetched_ns = 0  # when the latest ones had landed, once they have
         self._wake_ns = NEVER
         self._paths: dict[int, _Path] = {}  # by number of tokens
         self._copies: dict[int, tuple[float, int]] = {}  # neurons of a swap -> bytes, set-up
@@ -62,12 +72,37 @@ class Host:
     def submit(self, swaps: Sequence[Swap]) -> None:
         """Queue a plan's copies now, in order; equal ones as one run."""
         self._settle()
-        for n, run in groupby(swaps, lambda swap: swap.promote.size):
-            if n not in self._copies:
-                costs = self._costs
-                self._copies[n] = costs.swap_bytes(n), to_ns(costs.swap_fixed_s(n))
-            self._traffic.submit_swaps(list(run), *self._copies[n])
+        for (n_bytes, setup_ns), run in groupby(swaps, lambda s: self._copy_of(s.layer, s.promote)):
+            self._traffic.submit_swaps(list(run), n_bytes, setup_ns)
         self._settle()
+
+    def fetch(self, layer: int, ids: Ids, part: int) -> float:
+        """Copy these on demand, `part` at a time, before swaps that have not begun: their bytes."""
+        self._settle()
+        total_bytes = 0.0
+        parts = [ids[at : at + part] for at in range(0, ids.size, part)]
+        for (n_bytes, setup_ns), run in groupby(parts, lambda ids: self._copy_of(layer, ids)):
+            keys = [_Fetch(layer) for _ in run]
+            total_bytes += len(keys) * n_bytes
+            self._traffic.submit_fetches(keys, n_bytes, setup_ns)
+            self._last_fetch = keys[-1]
+        self._settle()
+        return total_bytes
+
+    def fetched_ns(self) -> int:
+        """When the latest fetches have or will have landed. The pool is idle."""
+        self._settle()
+        if self._last_fetch is None:
+            return self._fetched_ns
+        return self._traffic.landing_ns(self._last_fetch)
+
+    def call_off(self, swaps: Sequence[Swap]) -> list[Swap]:
+        """Of these, none of which has landed, those that have not begun. They never will."""
+        self._settle()
+        under_way = self._traffic.on_link()
+        off = [swap for swap in swaps if under_way is None or swap is not under_way[1]]
+        self._traffic.cancel_swaps(frozenset(off))
+        return off
 
     def poll(self) -> tuple[int, ...]:
         """Swaps that have landed by now and were not returned before, in issue order."""
@@ -96,7 +131,7 @@ class Host:
         self._keep("d2h", "x", layer, now_ns, down_ns)
         self._settle()
         self._traffic.submit_cpu(
-            job, self._costs.cpu_bytes(n_residual), path.cpu_cap_bytes_per_s,
+            job, self._costs.cpu_bytes(n_residual, n_tokens), path.cpu_cap_bytes_per_s,
             began_ns + path.cpu_fixed_ns, now_ns,
         )  # fmt: skip
         self._arm()
@@ -135,6 +170,11 @@ class Host:
             self._landed.append(key.id)
             self._keep("h2d", "swap", key.layer, began_ns, end_ns)
             return
+        if isinstance(key, _Fetch):
+            if key is self._last_fetch:
+                self._last_fetch, self._fetched_ns = None, end_ns
+            self._keep("h2d", "fetch", key.layer, began_ns, end_ns)
+            return
         assert isinstance(key, HandOver)
         if kind == "cpu":
             self.cpu_busy_ns += end_ns - key.began_ns
@@ -163,15 +203,27 @@ class Host:
     def _path(self, n_tokens: int) -> _Path:
         known = self._paths.get(n_tokens)
         if known is None:
-            costs = self._costs
+            costs, times = self._costs, self._costs.handovers
             known = self._paths[n_tokens] = _Path(
-                down_ns=to_ns(costs.act_d2h_s(n_tokens)),
-                handover_ns=to_ns(costs.handover_s),
+                down_ns=times * to_ns(costs.act_d2h_s(n_tokens)),
+                handover_ns=times * to_ns(costs.handover_s),
                 cpu_fixed_ns=to_ns(costs.cpu_fixed_s),
                 cpu_cap_bytes_per_s=costs.cpu_rate_cap_bytes_per_s(n_tokens),
-                sums_bytes=costs.act_h2d_bytes(n_tokens),
-                sums_setup_ns=to_ns(costs.act_h2d_fixed_s),
+                sums_bytes=times * costs.act_h2d_bytes(n_tokens),
+                sums_setup_ns=times * to_ns(costs.act_h2d_fixed_s),
             )
+        return known
+
+    def _copy_of(self, layer: int, ids: Ids) -> tuple[float, int]:
+        """(bytes, set-up ns) of copying these as one swap."""
+        costs = self._costs
+        if costs.position is not None:
+            n_bytes, fixed_s = costs.swap_of(layer, ids)
+            return n_bytes, to_ns(fixed_s)
+        known = self._copies.get(ids.size)
+        if known is None:
+            n_bytes, fixed_s = costs.swap_of(layer, ids)
+            known = self._copies[ids.size] = n_bytes, to_ns(fixed_s)
         return known
 
     def _keep(self, lane: str, name: str, layer: int, began_ns: int, end_ns: int) -> None:

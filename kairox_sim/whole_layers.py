@@ -1,0 +1,86 @@
+"""Whole layers on one side each: what one step is, as a plain sequence of operations.
+
+llama.cpp's `-ngl N`: the last N layers live on the GPU with their keys and values and run there
+whole; the others, attention included, run on the CPU from host memory. Strictly one after the
+other, so a step is a list and needs no queues. x crosses the bus where the side changes. The head
+is on the GPU only if every layer is: llama.cpp offloads the output layer when ngl > n_layers
+(github.com/ggml-org/llama.cpp, src/llama-model.cpp), and the embedding, whose rows are charged with
+the head, is read where layer 0 runs. Dense kernels stream whole matrices: the pool reads at the
+full DRAM rate, not at the sparse kernel's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from kairox_sim.cache import NeuronCache
+from kairox_sim.cost_model import CostModel
+from kairox_sim.errors import KairoxError
+from kairox_sim.flows import to_ns
+
+
+class Op(NamedTuple):
+    """While it is not the GPU's, the GPU waits."""
+
+    lane: str  # "gpu" | "cpu" | "h2d" | "d2h" | "" for a hand-over, which is on none
+    name: str
+    layer: int  # -1: the head
+    ns: int
+
+
+def layers_on_gpu(cache: NeuronCache, costs: CostModel) -> tuple[bool, ...]:
+    """Which layers are on the GPU; raises where that is not a yes or no for each."""
+    if costs.gating != "dense":
+        raise KairoxError(
+            f"dispatch 'layers' computes whole layers and gating is {costs.gating!r}; use gating "
+            "dense, or another dispatch"
+        )
+    if cache.policy.admits != "never":
+        raise KairoxError(
+            f"dispatch 'layers' moves nothing and {type(cache.policy).__name__} plans copies; use "
+            "the static policy, or another dispatch"
+        )
+    sides = []
+    for layer, slots in enumerate(cache.capacity):
+        on_gpu = cache.is_whole(layer)
+        if slots and not on_gpu:
+            raise KairoxError(
+                f"dispatch 'layers' has whole layers on the GPU and layer {layer} has {slots} "
+                f"slots for {cache.n_neurons} neurons; give each layer 0 or all of them, filled "
+                "from the start"
+            )
+        sides.append(on_gpu)
+    return tuple(sides)
+
+
+def ops_of_step(
+    costs: CostModel, on_gpu: Sequence[bool], n_neurons: int, n_tokens: int, context_len: int
+) -> Iterator[Op]:
+    """The operations of one step over layers of `n_neurons`, in order."""
+    attention_gpu = to_ns(costs.attention_s(n_tokens, context_len))
+    attention_cpu = to_ns(costs.attention_cpu_s(n_tokens, context_len))
+    ffn_gpu = to_ns(costs.ffn_gpu_s(n_neurons, n_tokens))
+    ffn_cpu = to_ns(costs.dense_ffn_cpu_s(n_neurons, n_tokens))
+    side = on_gpu[0]
+    for layer, here in enumerate(on_gpu):
+        if here != side:
+            yield from _crossing(costs, here, layer, n_tokens)
+            side = here
+        lane = "gpu" if here else "cpu"
+        yield Op(lane, "attention", layer, attention_gpu if here else attention_cpu)
+        yield Op(lane, "ffn", layer, ffn_gpu if here else ffn_cpu)
+    if all(on_gpu):
+        yield Op("gpu", "head", -1, to_ns(costs.head_s(1)))
+    else:
+        if side:
+            yield from _crossing(costs, False, -1, 1)
+        yield Op("cpu", "head", -1, to_ns(costs.head_cpu_s(1)))
+
+
+def _crossing(costs: CostModel, to_gpu: bool, layer: int, n_tokens: int) -> Iterator[Op]:
+    if to_gpu:
+        yield Op("h2d", "x", layer, to_ns(costs.x_h2d_s(n_tokens)))
+    else:
+        yield Op("d2h", "x", layer, to_ns(costs.act_d2h_s(n_tokens)))
+    yield Op("", "hand-over", layer, to_ns(costs.handover_s))
