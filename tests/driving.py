@@ -21,7 +21,7 @@ from kairox_sim.idsets import sorted_ids
 from kairox_sim.policies import Lru, build_policy
 from kairox_sim.policies.base import Ids, Known, Observes, Policy, Trigger
 from kairox_sim.policies.future import Future
-from kairox_sim.record import StepRecord
+from kairox_sim.record import LayerWaits, StepRecord
 
 
 @dataclass(frozen=True)
@@ -243,7 +243,8 @@ def drive(cache: NeuronCache, run: Run) -> list[StepRecord]:
             **asdict(counts),
         )
         records.append(record)
-        cache.end_step(record)
+        layers = at + np.arange(run.n_layers)
+        cache.end_step(record, LayerWaits(layers % 3 == 0, 1e-4 * (layers % 2)))
     return records
 
 

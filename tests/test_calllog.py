@@ -14,12 +14,12 @@ import pytest
 from driving import LayerStep, Run, busy, drive, fresh, ids, plain, small_log
 
 from kairox_sim.calllog import CallLogWriter, call_log_header, read_call_log, rebuild, replay
-from kairox_sim.controllers import Anb, Fixed, Knobs
+from kairox_sim.controllers import Anb, AnbPaper, Controller, Fixed, Knobs, SwapCap
 from kairox_sim.errors import KairoxError
 from kairox_sim.events import Cancelled, Committed, LookedUp, Planned, Split, StepEnded
 from kairox_sim.policies import POLICIES, Lru, Tam
 from kairox_sim.policies.base import Trigger
-from kairox_sim.record import StepRecord
+from kairox_sim.record import LayerWaits, StepRecord
 
 MOVING = [name for name, policy in POLICIES.items() if policy.admits != "never"]
 HEADER = {"n_layers": 1, "n_neurons": 8, "slots": 4, "settings": {"policy": "lru"}}
@@ -32,6 +32,12 @@ def chunked(run: Run) -> Run:
             ids = sorted(set(layer.predicted))
             step[at] = LayerStep(sorted(layer.evaluated), ids, sorted(layer.active), shares=True)
     return run
+
+
+def controller_for(name: str) -> Controller:
+    """One that changes what this policy reads, where there is one."""
+    made = {"tam": Anb(initial=0.5), "tam_paper": AnbPaper(), "tam_released": SwapCap()}
+    return made.get(name, Fixed())
 
 
 def logged(tmp_path, name: str, run: Run, controller=None, **given):
@@ -71,11 +77,10 @@ def test_what_is_read_is_what_was_told(tmp_path, per_batch: int) -> None:
 @pytest.mark.parametrize("name", MOVING)
 @pytest.mark.parametrize("trigger", get_args(Trigger))
 def test_g1_a_replayed_log_repeats_every_decision(tmp_path, name: str, trigger: Trigger) -> None:
-    scale = "threshold_scale" in POLICIES[name].knobs
     run = chunked(busy(trigger, "predicted", pinned=[[23], [], []], warm=[[3, 0], [2], []]))
-    path, _ = logged(tmp_path, name, run, Anb(initial=0.5) if scale else Fixed())
+    path, _ = logged(tmp_path, name, run, controller_for(name))
     header, events = read_call_log(path)
-    fresh = rebuild(header, run.policy(name), Anb(initial=0.5) if scale else Fixed())
+    fresh = rebuild(header, run.policy(name), controller_for(name))
     result = replay(events, fresh)
     assert result.differences == []
     assert result.steps == 60
@@ -89,9 +94,8 @@ def test_g1_a_replayed_log_repeats_every_decision(tmp_path, name: str, trigger: 
         assert result.cancelled > 0
     if trigger not in ("instant", "after"):
         assert result.late > 0
-    if scale:
-        scales = {e.knobs.threshold_scale for e in events if isinstance(e, StepEnded)}
-        assert len(scales) > 5
+    if fresh.controller.sets:
+        assert len({e.knobs for e in events if isinstance(e, StepEnded)}) > 5
     fresh.check()
 
 
@@ -125,6 +129,67 @@ def test_numbers_of_numpy_are_numbers(tmp_path) -> None:
     assert isnan(end.record.cpu_busy_s)
     assert astuple(end.knobs) == (0.3, None, None)
     assert commit.swap_ids == (4,)
+
+
+@pytest.mark.parametrize(
+    "knobs",
+    [
+        Knobs(),
+        Knobs(0.5, 3, 0.75),
+        Knobs(1.0, (3, 0, 7), (0.1, 0.2, 0.3)),
+        Knobs(1.0, (3,), 0.75),  # one layer is not the same as one for all
+        Knobs(1.0, 3, (0.75,)),
+        Knobs(1.0, None, (1 / 3, np.float64(2 / 3))),
+        Knobs(1.0, (np.int64(4), 5), None),
+    ],
+)
+def test_knobs_of_all_layers_and_of_each(tmp_path, knobs: Knobs) -> None:
+    with CallLogWriter(tmp_path / "c", HEADER) as writer:
+        writer.write(StepEnded(StepRecord.with_unknown(step=1), None, knobs))
+    _, (end,) = read_call_log(tmp_path / "c")
+    assert end.knobs == knobs
+    assert hash(end.knobs) == hash(knobs)  # tuples again, not lists
+    assert end.layers is None
+    for value in (end.knobs.max_swaps, end.knobs.decay):
+        for number in value if isinstance(value, tuple) else (value,):
+            assert number is None or type(number) in (int, float)
+
+
+def test_waits_of_each_layer(tmp_path) -> None:
+    io, cpu_s = np.array([True, False, True]), np.array([0.0, 1 / 3, 2e-9])
+    told = StepEnded(StepRecord.with_unknown(step=1), LayerWaits(io, cpu_s), Knobs())
+    without = StepEnded(StepRecord.with_unknown(step=2), None, Knobs())
+    with CallLogWriter(tmp_path / "c", HEADER) as writer:
+        writer.write(told)
+        io[:], cpu_s[:] = False, 9.0  # a driver may reuse its arrays
+        writer.write(without)
+    _, (first, second) = read_call_log(tmp_path / "c")
+    assert first.layers.io.dtype == np.bool_
+    assert first.layers.io.tolist() == [True, False, True]
+    assert first.layers.cpu_s.tolist() == [0.0, 1 / 3, 2e-9]
+    assert second.layers is None
+
+
+def test_a_restored_cancel_is_replayed_as_one(tmp_path) -> None:
+    """What was evicted comes back only where the log says so."""
+    cache = Run(8, [2], [], "serial", "predicted", warm=[[0, 1]]).cache("topk")
+    with CallLogWriter(tmp_path / "c", call_log_header(cache, {})) as writer:
+        cache.journal = writer.write
+        first, second = (cache.plan(0, ids)[0] for ids in ([0, 5], [5, 6]))
+        cache.cancel(first.id, restore=False)
+        cache.cancel(second.id, restore=True)
+        cache.lookup(0, [0, 1, 5, 6])
+    header, events = read_call_log(tmp_path / "c")
+    assert [e.restored for e in events if isinstance(e, Cancelled)] == [False, True]
+    again = Run(8, [2], [], "serial", "predicted").policy("topk")
+    again_cache = rebuild(header, again, Fixed())
+    assert replay(events, again_cache).differences == []
+    assert (again_cache.state == cache.state).all()
+    assert (again_cache.slot_of == cache.slot_of).all()
+    forgotten = [Cancelled(e.swap_id, False) if isinstance(e, Cancelled) else e for e in events]
+    fresh_policy = Run(8, [2], [], "serial", "predicted").policy("topk")
+    found = replay(forgotten, rebuild(header, fresh_policy, Fixed())).differences
+    assert any(d.what.startswith("lookup of layer 0") for d in found)
 
 
 def test_the_header_rebuilds_the_cache(tmp_path) -> None:

@@ -1,18 +1,28 @@
-"""Controllers: the guide's balancing laws by hand, and who may be combined with whom."""
+"""Controllers: the balancing laws by hand, and who may be combined with whom."""
 
 from dataclasses import fields
 from math import inf, nan
 
+import numpy as np
 import pytest
 from driving import Run
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kairox_sim.cache import NeuronCache
-from kairox_sim.controllers import CONTROLLERS, Anb, Fixed, Knobs
+from kairox_sim.controllers import (
+    CONTROLLERS,
+    Anb,
+    AnbPaper,
+    AnbProse,
+    Controller,
+    Fixed,
+    Knobs,
+    SwapCap,
+)
 from kairox_sim.errors import KairoxError
-from kairox_sim.policies import POLICIES
-from kairox_sim.record import StepRecord
+from kairox_sim.policies import POLICIES, build_policy
+from kairox_sim.record import LayerWaits, StepRecord
 
 TIMES = st.floats(0, 10, allow_nan=False)
 KNOBS = {f.name for f in fields(Knobs)}
@@ -20,6 +30,10 @@ KNOBS = {f.name for f in fields(Knobs)}
 
 def record(t_gpu: float, t_cpu: float, t_io: float) -> StepRecord:
     return StepRecord.with_unknown(gpu_busy_s=t_gpu, cpu_busy_s=t_cpu, swap_busy_s=t_io)
+
+
+def waits(io: list[int], cpu_s: list[float]) -> LayerWaits:
+    return LayerWaits(np.array(io, bool), np.array(cpu_s, float))
 
 
 def scale_after(t_gpu: float, t_cpu: float, t_io: float, **given: float) -> float:
@@ -140,6 +154,93 @@ def test_anb_parameters_that_cannot_be(wrong: dict[str, float]) -> None:
         Anb(**wrong)
 
 
+# -- the prose law by hand ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("t_gpu", "t_cpu", "t_io", "gamma"),
+    [
+        (4e-3, 8e-3, 2e-3, 1 + 0.1 * 4),  # delta = 8 - 4 = 4 ms
+        (4e-3, 8e-3, 6e-3, 1 + 0.1 * 2),  # delta = 8 - 6 = 2 ms
+        (2e-3, 3e-3, 6e-3, 1 - 0.1 * 3),  # the link is the slowest: |3 - 6| = 3 ms
+        (0.0, 0.0, 2e-3, 1 - 0.1 * 2),
+        (9e-3, 3e-3, 6e-3, 1.0),  # the GPU is
+        (6e-3, 3e-3, 6e-3, 1.0),  # as slow as the link
+        (3e-3, 6e-3, 6e-3, 1.0),  # delta = 0
+        (0.0, 0.0, 0.0, 1.0),
+    ],
+)
+def test_one_update_of_the_prose_law(t_gpu: float, t_cpu: float, t_io: float, gamma: float) -> None:
+    prose = AnbProse(eta=0.1)
+    knobs = prose.update(record(t_gpu, t_cpu, t_io))
+    assert prose.gamma == pytest.approx(gamma, rel=1e-12)
+    assert knobs.threshold_scale == pytest.approx(1 / gamma, rel=1e-12)
+    assert knobs == prose.knobs
+
+
+def test_the_prose_law_is_of_absolute_times() -> None:
+    """A machine ten times slower moves ten times as far; the listing moves as far."""
+    fast, slow = record(1e-3, 3e-3, 0.0), record(10e-3, 30e-3, 0.0)
+    assert AnbProse().update(fast).threshold_scale == pytest.approx(1 / (1 + 0.005 * 2))
+    assert AnbProse().update(slow).threshold_scale == pytest.approx(1 / (1 + 0.005 * 20))
+    assert Anb().update(fast).threshold_scale == pytest.approx(
+        Anb().update(slow).threshold_scale, rel=1e-6
+    )
+
+
+def test_the_prose_law_about_matches_the_listing_in_its_demo() -> None:
+    """Its first steps: T_gpu 8.5 ms, T_cpu 10.8 ms, and the modifier goes to .989."""
+    demo = record(8.5e-3, 10.8e-3, 0.0)
+    assert AnbProse().update(demo).threshold_scale == pytest.approx(0.989, abs=5e-4)
+    assert Anb().update(demo).threshold_scale == pytest.approx(0.989, abs=5e-4)
+
+
+def test_the_prose_law_stops_at_its_ends_and_comes_back_at_once() -> None:
+    prose = AnbProse(eta=0.1)
+    slow_cpu, slow_link = record(0, 10e-3, 0), record(0, 0, 10e-3)
+    assert [prose.update(slow_cpu).threshold_scale for _ in range(4)][1:] == [0.4] * 3
+    assert prose.gamma == 2.5  # not beyond, so that one step back shows
+    # 2.5 - 1 = 1.5, then .5 (the end is 1/2)
+    assert prose.update(slow_link).threshold_scale == pytest.approx(1 / 1.5)
+    assert [prose.update(slow_link).threshold_scale for _ in range(3)] == [2.0] * 3
+    assert prose.gamma == 0.5
+
+
+@given(t_gpu=TIMES, t_cpu=TIMES, t_io=TIMES, initial=st.floats(0.40, 2.00))
+def test_range_of_the_prose_law(t_gpu: float, t_cpu: float, t_io: float, initial: float) -> None:
+    after = AnbProse(initial=initial).update(record(t_gpu, t_cpu, t_io)).threshold_scale
+    assert 0.40 <= after <= 2.00
+    if t_cpu > max(t_gpu, t_io):
+        assert after <= initial + 1e-12
+    elif t_io > max(t_cpu, t_gpu):
+        assert after >= initial - 1e-12
+    else:
+        assert after == initial
+
+
+# -- parameters -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: AnbProse(eta=-1.0), "anb_prose's eta"),
+        (lambda: AnbProse(eta=inf), "anb_prose's eta"),
+        (lambda: AnbProse(lowest=0.0), "anb_prose needs 0 < lowest"),
+        (lambda: AnbProse(initial=3.0), "anb_prose needs 0 < lowest"),
+        (lambda: AnbPaper(alpha=1.0), "anb_paper's alpha"),
+        (lambda: AnbPaper(initial=0.99), "anb_paper needs 0 < lowest"),
+        (lambda: AnbPaper(highest=1.0), "anb_paper needs 0 < lowest"),
+        (lambda: AnbPaper(lowest=nan), "anb_paper needs 0 < lowest"),
+        (lambda: SwapCap(rate=-0.05), "swap_cap's rate"),
+        (lambda: SwapCap(rate=nan), "swap_cap's rate"),
+    ],
+)
+def test_parameters_that_cannot_be(make, says: str) -> None:
+    with pytest.raises(KairoxError, match=says):
+        make()
+
+
 # -- fixed ----------------------------------------------------------------------------------------
 
 
@@ -172,13 +273,19 @@ def test_a_controller_keeps_its_contract(name: str) -> None:
     assert controller.sets <= KNOBS
     default = Knobs()
     assert controller.knobs == default
+    for either in (controller, twin):
+        either.start([40, 40])
+    seen_values = {controller.knobs}
     for step in range(50):
-        seen = record(1.0, (step * 7) % 5, (step * 3) % 4)
-        knobs = controller.update(seen)
-        assert knobs == controller.knobs == twin.update(seen)
-        for knob in KNOBS - controller.sets:
-            assert getattr(knobs, knob) == getattr(default, knob)
-    assert (controller.knobs != default) == bool(controller.sets)
+        seen = record(1e-3, 1e-3 * ((step * 7) % 5), 1e-3 * ((step * 3) % 4))
+        layers = waits([step % 3 == 0, step % 5 == 0], [0.0, step % 2])
+        knobs = controller.update(seen, layers)
+        assert knobs == controller.knobs == twin.update(seen, layers)
+        for layer in (0, 1):
+            for knob in KNOBS - controller.sets:
+                assert getattr(knobs.at(layer), knob) == getattr(default, knob)
+        seen_values.add(knobs)
+    assert (len(seen_values) > 5) == bool(controller.sets)
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -190,7 +297,7 @@ def test_a_policy_reads_knobs_that_exist(name: str) -> None:
 @pytest.mark.parametrize("controller", CONTROLLERS)
 def test_nothing_in_common_is_refused_naming_both(policy: str, controller: str) -> None:
     made = Run(4, [2], [], "after", "active").policy(policy)
-    control = CONTROLLERS[controller]()
+    control: Controller = CONTROLLERS[controller]()
     if not control.sets or control.sets & made.knobs:
         assert NeuronCache(1, 4, 2, made, control).controller is control
         return
@@ -201,8 +308,20 @@ def test_nothing_in_common_is_refused_naming_both(policy: str, controller: str) 
     assert "nothing in common" in str(error.value)
 
 
-def test_anb_is_refused_with_these_and_taken_with_tam() -> None:
-    for policy in ("lru", "lfu", "static"):
-        with pytest.raises(KairoxError, match=f"Anb .*{type(POLICIES[policy](1, 4)).__name__}"):
-            NeuronCache(1, 4, 2, POLICIES[policy](1, 4), Anb())
-    NeuronCache(1, 4, 2, POLICIES["tam"](1, 4), Anb())
+def test_who_goes_with_whom() -> None:
+    takers = {
+        name: {p for p, policy in POLICIES.items() if policy.knobs & controller.sets}
+        for name, controller in CONTROLLERS.items()
+    }
+    assert takers["fixed"] == set()  # it sets nothing, and goes with all
+    assert takers["anb"] == takers["anb_prose"] == {"tam"}
+    assert takers["anb_paper"] == {"tam_paper", "tam_released"}
+    assert takers["swap_cap"] >= {"tam", "tam_paper", "tam_released", "topk", "qinfer", "lru"}
+    assert not takers["swap_cap"] & {"static", "all", "none"}
+
+
+@pytest.mark.parametrize("policy", ["lru", "lfu", "static"])
+def test_anb_is_refused_with_these(policy: str) -> None:
+    made = build_policy(policy, 1, 4)
+    with pytest.raises(KairoxError, match=f"Anb .*{type(made).__name__}"):
+        NeuronCache(1, 4, 2, made, Anb())
