@@ -315,6 +315,8 @@ def _require_numbers(build: Any, owner: str, params: Mapping[str, Any]) -> None:
     for name, value in params.items():
         if isinstance(value, str) and ("str" in str(kinds[name]) or "Literal" in str(kinds[name])):
             continue
+        if isinstance(value, bool) and "bool" in str(kinds[name]):
+            continue
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise KairoxError(f"{owner}'s {name} must be a number, got {value!r}")
         if not math.isfinite(value):
