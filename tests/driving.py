@@ -79,6 +79,35 @@ class Run:
                     shown[layer].append(now.predicted)
         return [[sorted_ids(np.array(s, np.int64), self.n_neurons) for s in of] for of in shown]
 
+    def known(self) -> Known:
+        """All that a policy may need. The future is of what it will be shown, in that order."""
+        order = np.random.default_rng(8)
+        return Known(
+            rng=np.random.default_rng(7),
+            future=Future.of(self._shown(), self.n_neurons),
+            gpu_over_cpu=3.0,
+            position=np.stack(
+                [order.permutation(self.n_neurons).astype(np.int32) for _ in self.slots]
+            ),
+        )
+
+    def _shown(self) -> list[list[NDArray[np.int32]]]:
+        """[n_layers][calls of observe], as `drive` makes them."""
+        ahead = self.trigger in ("attn_in", "attn_out")
+        shown: list[list[NDArray[np.int32]]] = [[] for _ in self.slots]
+        for at, step in enumerate(self.steps):
+            for layer, now in enumerate(step):
+                if self.observes == "active":
+                    ids = now.evaluated if now.active is None else now.active
+                elif self.trigger == "after":
+                    ids = now.evaluated
+                elif ahead and layer == 0 and at + 1 == len(self.steps):
+                    continue  # layer 0 is planned at a step's end, for the next one
+                else:
+                    ids = now.predicted
+                shown[layer].append(np.unique(np.array(ids, np.int32)))
+        return shown
+
     def cache(self, policy: Policy | str, controller: Controller | None = None) -> NeuronCache:
         if isinstance(policy, str):
             policy = self.policy(policy)

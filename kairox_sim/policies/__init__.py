@@ -3,14 +3,20 @@
 from typing import Any
 
 from kairox_sim.errors import KairoxError
+from kairox_sim.policies.arc import Arc
 from kairox_sim.policies.base import Known, Policy
 from kairox_sim.policies.bounds import AllResident, NoneResident, Static
 from kairox_sim.policies.classic import Lfu, Lru
 from kairox_sim.policies.oracles import Belady, BeladyBypass
 from kairox_sim.policies.qinfer import QInfer
+from kairox_sim.policies.queues import Fifo, Sieve
+from kairox_sim.policies.random import RandomEvict
+from kairox_sim.policies.s3fifo import S3Fifo, S3FifoSegments
 from kairox_sim.policies.tam import Tam
 from kairox_sim.policies.tam_paper import TamPaper
 from kairox_sim.policies.tam_released import TamReleased, TopK
+from kairox_sim.policies.window import Window
+from kairox_sim.policies.wtinylfu import WTinyLfu
 
 POLICIES: dict[str, type[Policy]] = {
     "tam": Tam,
@@ -20,6 +26,14 @@ POLICIES: dict[str, type[Policy]] = {
     "qinfer": QInfer,
     "lru": Lru,
     "lfu": Lfu,
+    "fifo": Fifo,
+    "sieve": Sieve,
+    "s3fifo": S3Fifo,
+    "s3fifo_segments": S3FifoSegments,
+    "arc": Arc,
+    "wtinylfu": WTinyLfu,
+    "window": Window,
+    "random": RandomEvict,
     "belady": Belady,
     "belady_bypass": BeladyBypass,
     "static": Static,
@@ -53,18 +67,26 @@ __all__ = [
     "BOUNDS",
     "POLICIES",
     "AllResident",
+    "Arc",
     "Belady",
     "BeladyBypass",
+    "Fifo",
     "Known",
     "Lfu",
     "Lru",
     "NoneResident",
     "Policy",
     "QInfer",
+    "RandomEvict",
+    "S3Fifo",
+    "S3FifoSegments",
+    "Sieve",
     "Static",
     "Tam",
     "TamPaper",
     "TamReleased",
     "TopK",
+    "WTinyLfu",
+    "Window",
     "build_policy",
 ]

@@ -11,7 +11,7 @@ from typing import ClassVar, Literal
 import numpy as np
 
 from kairox_sim.controllers import Knobs
-from kairox_sim.policies.base import Fills, Ids, Late, Observes, Share, State, Trigger
+from kairox_sim.policies.base import ABSENT, Fills, Ids, Late, Observes, Share, State, Trigger
 from kairox_sim.policies.ranked import admit_seen
 
 
@@ -42,7 +42,11 @@ class Lru:
 
 
 class Lfu:
-    """Least frequently used, by counts over the whole run (perfect LFU), never forgotten."""
+    """Least frequently used, by counts over the whole run (perfect LFU), never forgotten.
+
+    `forget` makes it the in-cache LFU of cache simulators (libCacheSim's): a count begins when its
+    neuron is loaded, and ties go to the least recently used before they go to the lowest index.
+    """
 
     knobs: ClassVar[frozenset[str]] = frozenset({"max_swaps"})
     admits: ClassVar[Literal["must", "filter", "never"]] = "must"
@@ -53,13 +57,23 @@ class Lfu:
     default_observes: ClassVar[Observes] = "active"
     default_late: ClassVar[Late] = "cpu"
 
-    def __init__(self, n_layers: int, n_neurons: int) -> None:
+    def __init__(self, n_layers: int, n_neurons: int, *, forget: bool = False) -> None:
+        self.forget = forget
         self.uses = np.zeros((n_layers, n_neurons), np.int64)
+        self.recency = Lru(n_layers, n_neurons)
 
     def observe(self, layer: int, seen: Ids, share: Share | None) -> None:
         self.uses[layer][seen.astype(np.intp)] += 1
+        if self.forget:
+            self.recency.observe(layer, seen, share)
 
     def plan(
         self, layer: int, seen: Ids, state: State, free_slots: int, limit: int, knobs: Knobs
     ) -> tuple[Ids, Ids]:
-        return admit_seen(seen, self.uses[layer], state, free_slots, limit)
+        uses = self.uses[layer]
+        if not self.forget:
+            return admit_seen(seen, uses, state, free_slots, limit)
+        uses[seen.compress(state.take(seen) == ABSENT)] = 1
+        # Uses, then the last one: no last use is above the number of calls.
+        rank = uses * (self.recency.calls[layer] + 1) + self.recency.last_use[layer]
+        return admit_seen(seen, rank, state, free_slots, limit)
