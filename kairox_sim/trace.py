@@ -90,6 +90,17 @@ class TraceStep:
         bits = self._predicted_bits(layer)
         return None if bits is None else self._share(bits, layer)
 
+    def packed(self, *, evaluated: bool = False) -> NDArray[np.uint8]:
+        """uint8[n_layers, n_bytes]: the active, or evaluated, set of every layer."""
+        bits = self._evaluated_bits() if evaluated else self._trace.bits
+        n_layers = self._trace.header.n_layers
+        rows = bits[self._first : self._first + n_layers * self.n_tokens]
+        if self.n_tokens == 1:
+            return rows
+        chunk = rows.reshape(n_layers, self.n_tokens, -1)
+        of_any: NDArray[np.uint8] = np.bitwise_or.reduce(chunk, axis=1)
+        return of_any
+
     def _rows(self, layer: int) -> slice:
         n_layers = self._trace.header.n_layers
         if not 0 <= layer < n_layers:

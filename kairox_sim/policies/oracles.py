@@ -111,7 +111,7 @@ class _Clock:
         if future.first.shape != (n_layers, n_neurons):
             raise KairoxError(
                 f"a future of {future.first.shape[0]} layers x {future.first.shape[1]} neurons was "
-                f"given to an oracle of {n_layers} x {n_neurons}; read it from the trace that is run"
+                f"given to an oracle of {n_layers} x {n_neurons}; read it from the trace it runs on"
             )
         self._future = future
         self._at = [0] * n_layers  # sets seen
