@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
+from kairox_sim.advice import advice
 from kairox_sim.cache import NeuronCache
-from kairox_sim.costs import MemoryPlan, costs_for, fits
+from kairox_sim.cost_model import CostModel
+from kairox_sim.costs import costs_for
 from kairox_sim.engine import run_trace
 from kairox_sim.errors import KairoxError
 from kairox_sim.hardware import HardwareProfile, LinkProfile, load_link, load_profile, with_link
-from kairox_sim.metrics import RunResult, steps_frame, summarise
-from kairox_sim.model import ModelShape
+from kairox_sim.lower_bound import common_bound, run_bound
+from kairox_sim.memory import MemoryPlan, fits
+from kairox_sim.metrics import RunResult, against, steps_frame, summarise
+from kairox_sim.model import ModelShape, require_sparse
 from kairox_sim.policies import BOUNDS
-from kairox_sim.prediction import Perfect, Predictions, predictions_for
+from kairox_sim.policies.linked import Linked
+from kairox_sim.prediction import OfQuality, Perfect, Predictions, as_predicted, predictions_for
 from kairox_sim.provenance import code_version, inputs_of
 from kairox_sim.record import StepRecord
 from kairox_sim.settings import (
@@ -21,6 +27,7 @@ from kairox_sim.settings import (
     build_cache,
     label,
     load_prior,
+    longest_context,
     predictor_of,
     quality_of,
     require_usable,
@@ -54,20 +61,16 @@ def simulate(
     header = trace.header
     profile = machine(hardware, link)
     shape = target_shape(settings, header)
+    require_sparse(shape, settings.gating)
     learnt_from = load_prior(settings, prior)
     if learnt_from is not None:
         require_usable(learnt_from, trace)
-    _require_gating(settings, header)
-    costs = costs_for(
-        profile,
-        shape,
-        settings.gating,
-        trace_layers=header.n_layers,
-        trace_neurons=header.n_neurons,
-        predictor=predictor_of(settings),
-        swap_neurons=settings.swap_neurons,
-    )
-    cache = build_cache(settings, header.n_layers, header.n_neurons, prior=learnt_from, shape=shape)
+    trace = _as_gated(trace, settings)
+    cache = build_cache(
+        settings, header.n_layers, header.n_neurons,
+        prior=learnt_from, shape=shape, profile=profile, evaluated=trace,
+    )  # fmt: skip
+    costs = costs_of(settings, profile, shape, cache)
     predictions, prediction_label = _predictions(trace, settings, cache)
     plan = memory_plan(settings, trace, profile, shape, cache)
     if not plan.fits and settings.policy not in BOUNDS:
@@ -81,11 +84,22 @@ def simulate(
         trigger=settings.trigger,
         late=settings.late,
         predictions=predictions,
+        dispatch=settings.dispatch,
+        lookahead_from=settings.lookahead_from,
+        context_start=settings.context_start,
         keep_slices=keep_slices,
         on_step=on_step,
     )
     steps = steps_frame(run.records)
     summary = summarise(steps, header.n_layers, costs.layers_ratio)
+    n_predicted = None if predictions is not None or settings.gating == "predicted" else 0
+    own = run_bound(
+        trace, costs, plan,
+        context_start=settings.context_start, n_predicted=n_predicted,
+        dense_host=settings.dispatch == "layers",
+    )  # fmt: skip
+    common = common_bound(trace, costs, plan, context_start=settings.context_start)
+    summary |= against(summary, bound_s=own.tpot_s, common_bound_s=common.tpot_s)
     return RunResult(
         steps=steps,
         summary=summary,
@@ -93,7 +107,7 @@ def simulate(
         unused_yet=run.unused_yet,
         cancelled_at_end=run.cancelled_at_end,
         slices=run.slices,
-        warnings=(*trace.warnings, *_warnings(settings, trace, cache, plan, summary)),
+        warnings=(*trace.warnings, *_warnings(settings, cache, costs, plan, summary)),
         settings=_as_run(settings, learnt_from).model_dump(mode="json"),
         provenance={
             **code_version(),
@@ -103,6 +117,34 @@ def simulate(
             "vram_bytes": plan.vram,
             "fits": plan.fits,
         },
+    )
+
+
+def costs_of(
+    settings: Settings, profile: HardwareProfile, shape: ModelShape, cache: NeuronCache
+) -> CostModel:
+    """What each operation costs under `settings`, for the layers and neurons of the cache."""
+    policy = cache.policy
+    costs = costs_for(
+        profile,
+        shape,
+        settings.gating,
+        trace_layers=cache.n_layers,
+        trace_neurons=cache.n_neurons,
+        predictor=predictor_of(settings),
+        swap_neurons=settings.swap_neurons,
+        copies=settings.copies,
+        copies_per_sync=settings.copies_per_sync,
+        handovers=settings.handovers,
+        position=policy.position if isinstance(policy, Linked) else None,
+    )
+    if settings.groups is None:
+        return costs
+    # A plan goes over groups, and a swap is one.
+    return dataclasses.replace(
+        costs,
+        swap_neurons=cache.swap_neurons,
+        decide_neurons=max(1, costs.decide_neurons // cache.swap_neurons),
     )
 
 
@@ -145,15 +187,15 @@ def memory_plan(
     cache: NeuronCache,
 ) -> MemoryPlan:
     """Device memory at the longest context of the trace."""
-    context_len = max((trace.at(i).context_len for i in range(trace.n_steps)), default=0)
     return fits(
         profile,
         shape,
         settings.gating,
         cache.capacity,
-        context_len,
+        longest_context(settings, trace),
         trace_neurons=trace.header.n_neurons,
         predictor=predictor_of(settings),
+        dispatch=settings.dispatch,
     )
 
 
@@ -165,31 +207,41 @@ def _as_run(settings: Settings, prior: Trace | None) -> Settings:
     return settings.model_copy(update={"prior": path, "prior_sha256": prior.sha256})
 
 
-def _require_gating(settings: Settings, header: TraceHeader) -> None:
-    """What a trace's evaluated set means must be what the settings say is evaluated."""
-    asked, recorded = settings.gating, header.gating
-    if recorded in ("screened", "predicted") and asked != recorded:
+def _as_gated(trace: Trace, settings: Settings) -> Trace:
+    """The trace whose evaluated sets are what `settings` evaluate; refused where it cannot be."""
+    asked, recorded = settings.gating, trace.header.gating
+    if recorded in ("screened", "predicted") and asked not in (recorded, "dense"):
         raise KairoxError(
             f"the trace was recorded with gating {recorded!r}, so what it evaluated is not what "
             f"{asked!r} would; set gating to {recorded!r}, or record with exact gating"
         )
-    if asked == "predicted" and recorded != "predicted" and settings.prediction != "perfect":
+    if asked != "predicted" or recorded == "predicted" or settings.prediction == "perfect":
+        return trace
+    quality = quality_of(settings.prediction)
+    if quality is None:
         raise KairoxError(
             f"gating 'predicted' computes what a predictor says, and the trace, recorded with "
-            f"gating {recorded!r}, holds the true sets; record with gating predicted, or say "
-            "prediction = perfect (--set prediction=perfect), which is an upper bound"
+            f"gating {recorded!r}, holds the true sets; give the predictor's recall and precision "
+            "(--set prediction=0.95,0.5), or say prediction = perfect, which is an upper bound, or "
+            "record with gating predicted"
         )
+    return as_predicted(trace, quality, trigger_of(settings), settings.seed)
 
 
 def _predictions(
     trace: Trace, settings: Settings, cache: NeuronCache
 ) -> tuple[Predictions | None, str]:
     trigger = trigger_of(settings)
+    quality = quality_of(settings.prediction)
+    if settings.gating == "predicted":  # what is evaluated is what was predicted
+        if quality is not None and trace.header.gating == "predicted":
+            said = OfQuality(*quality, n_neurons=1).label
+        else:
+            said = "recorded prediction" if trace.header.gating == "predicted" else Perfect().label
+        silent = cache.policy.admits == "never" or trigger in ("after", "instant")
+        return (None if silent else Perfect(said)), said
     if cache.policy.admits == "never" or trigger == "after":
-        if settings.gating != "predicted":
-            return None, "no prediction"
-        perfect = trace.header.gating != "predicted"
-        return None, Perfect().label if perfect else "recorded prediction"
+        return None, "no prediction"
     if trigger == "instant":
         return Perfect(), "predicted = active, landed at once"
     if settings.predictor == "none":
@@ -201,7 +253,7 @@ def _predictions(
         trace,
         trigger,
         perfect=settings.prediction == "perfect",
-        quality=quality_of(settings.prediction),
+        quality=quality,
         seed=settings.seed,
     )
     return predictions, predictions.label
@@ -215,50 +267,36 @@ def _labels(
     prediction: str,
 ) -> dict[str, str]:
     """What stands beside every number of this run."""
+    whose = f"synthetic {header.model}" if header.synthetic else header.model
     own = header.model == shape.name and settings.model_as in (None, header.model)
     labels = {
         "setting": label(settings),
         "time": "simulated",
-        "costs": f"{header.model}, its own costs"
+        "costs": f"{whose}, its own costs"
         if own
-        else f"stand-in: {header.model} activations, {shape.name} costs",
+        else f"stand-in: {whose} activations, {shape.name} costs",
         "hardware": profile.name,
         "gating": settings.gating,
         "prediction": prediction,
+        "activations": "synthetic" if header.synthetic else "recorded",
     }
     if settings.gating == "screened" and header.gating != "screened":
         labels["evaluated"] = "survivors = active (a perfect screen)"
-    if header.synthetic:
-        labels["activations"] = "synthetic"
     return labels
 
 
 def _warnings(
     settings: Settings,
-    trace: Trace,
     cache: NeuronCache,
+    costs: CostModel,
     plan: MemoryPlan,
     summary: dict[str, float],
 ) -> list[str]:
     said = []
-    asked = settings.slots if isinstance(settings.slots, tuple) else (settings.slots,)
-    most = max((s for s in asked if isinstance(s, int)), default=0)
-    if most > cache.n_neurons:
-        said.append(
-            f"{most} slots asked for and a layer has {cache.n_neurons} neurons: every neuron has "
-            "a slot; slots count neurons of the trace, also in a stand-in"
-        )
     if summary["n_decode"] == 0:
         said.append("the trace has no decode steps: the report is empty (null is unknown)")
-    mean_slots = sum(cache.capacity) / cache.n_layers
-    wanted = summary["evaluated_per_token"] / cache.n_layers
-    if mean_slots == 0 and cache.policy.fills != "none":
-        said.append("the budget is smaller than one neuron: 0 slots, everything is residual")
-    elif cache.policy.admits == "must" and mean_slots < wanted:
-        said.append(
-            f"no policy headroom: {mean_slots:g} slots per layer and {wanted:.0f} neurons wanted "
-            "in a layer-step, so that what is admitted is gone before it is used again"
-        )
+    demand = summary["evaluated_per_token"] / cache.n_layers
+    said += advice(settings, costs, cache.capacity, demand)
     if not plan.fits:
         said.append(plan.explain())
     return said

@@ -64,6 +64,7 @@ COLUMNS: dict[str, pa.DataType] = {
     "device_bytes": pa.float64(),
     "machine": TEXT,  # with the link on it
     "costs": TEXT,  # whose activations at whose costs
+    "activations": TEXT,  # recorded | synthetic
     "prediction_label": TEXT,
     "trace": TEXT,
     "trace_sha256": TEXT,
@@ -316,5 +317,6 @@ def _measured(result: RunResult) -> dict[str, Any]:
         "fits": result.provenance["fits"],
         "device_bytes": float(result.provenance["device_bytes"]),
         "costs": result.labels["costs"],
+        "activations": result.labels["activations"],
         "prediction_label": result.labels["prediction"],
     }

@@ -69,6 +69,7 @@ def _print_tables(header: TraceHeader, stats: TraceStats) -> None:
     about.add_column("what")
     about.add_column("value", justify="right")
     for name, value in (
+        ("what fired", "synthetic: made up" if header.synthetic else "recorded"),
         ("sequences", f"{stats.n_sequences}"),
         ("tokens", f"{stats.n_tokens}"),
         ("of them prefill", f"{stats.n_prefill_tokens}"),
