@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import nan
 
 import numpy as np
@@ -28,7 +28,16 @@ class Tally:
     wait_decide: int = 0
     n_fetched: int = 0  # neurons
     fetched_bytes: float = 0.0
-    swap_bytes: float = nan  # of the loads issued; nan where that follows from their number
+    swap_bytes: float = nan  # over the link; nan where that follows from the number of loads
+    unfinished: set[int] = field(default_factory=set)  # layers whose FFN began before their copies
+    layer_wait_cpu: dict[int, int] = field(default_factory=dict)  # by layer
+
+    def layer_waits(self, n_layers: int) -> LayerWaits:
+        """What each layer waited for."""
+        io, cpu_s = np.zeros(n_layers, bool), np.zeros(n_layers)
+        io[list(self.unfinished)] = True
+        cpu_s[list(self.layer_wait_cpu)] = list(self.layer_wait_cpu.values())
+        return LayerWaits(io, cpu_s / NS)
 
 
 def record_of(
@@ -68,18 +77,3 @@ def record_of(
         h2d_bytes=swap_bytes + tally.fetched_bytes,
         threshold_scale=threshold_scale,
     )
-
-
-@dataclass(slots=True)
-class Waits:
-    """LayerWaits in the making."""
-
-    unfinished: list[bool]  # [n_layers]
-    cpu_ns: list[int]  # [n_layers]
-
-    @classmethod
-    def of(cls, n_layers: int) -> Waits:
-        return cls([False] * n_layers, [0] * n_layers)
-
-    def done(self) -> LayerWaits:
-        return LayerWaits(np.array(self.unfinished), np.array(self.cpu_ns) / NS)

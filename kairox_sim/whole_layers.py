@@ -18,6 +18,7 @@ from kairox_sim.cache import NeuronCache
 from kairox_sim.cost_model import CostModel
 from kairox_sim.errors import KairoxError
 from kairox_sim.flows import to_ns
+from kairox_sim.stream import Stream
 
 
 class Op(NamedTuple):
@@ -76,6 +77,23 @@ def ops_of_step(
         if side:
             yield from _crossing(costs, False, -1, 1)
         yield Op("cpu", "head", -1, to_ns(costs.head_cpu_s(1)))
+
+
+def play(op: Op, stream: Stream) -> None:
+    """One operation on the stream, which waits for what is not its own."""
+    if op.lane == "gpu":
+        stream.compute(op.name, op.layer, op.ns)
+        return
+    tally, began_ns = stream.tally, stream.free_ns
+    waited_ns = stream.wait_for_cpu(began_ns + op.ns)
+    if op.layer >= 0:
+        tally.layer_wait_cpu[op.layer] = tally.layer_wait_cpu.get(op.layer, 0) + waited_ns
+    if op.lane == "cpu":
+        tally.cpu += op.ns
+    elif op.lane:
+        tally.activations += op.ns
+    if op.lane and stream.keep_slices:
+        stream.keep(op.lane, op.name, op.layer, began_ns, stream.free_ns)
 
 
 def _crossing(costs: CostModel, to_gpu: bool, layer: int, n_tokens: int) -> Iterator[Op]:
