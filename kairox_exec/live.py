@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -55,7 +56,7 @@ def model_shape(model_dir: str | Path) -> ModelShape:
                 f"{name!r} is a model of the catalogue with {field} {getattr(known, field)}, and "
                 f"config.json says {getattr(shape, field)}; give the folder another name"
             )
-    return known
+    return replace(known, bytes_per_weight=RUN_BYTES_PER_WEIGHT, kv_bytes_per_value=None)
 
 
 def shortest_layer_s(costs: CostModel) -> float:

@@ -242,7 +242,7 @@ class CostModel:
 
     def x_h2d_s(self, n_tokens: int) -> float:
         """x up to the device, as it is and not as partial sums."""
-        return self.act_h2d_fixed_s + n_tokens * self.shape.row_bytes / self.h2d_bytes_per_s
+        return self.act_h2d_fixed_s + n_tokens * self.shape.hidden_bytes / self.h2d_bytes_per_s
 
     def act_d2h_bytes(self, n_tokens: int) -> float:
         """The FFN's input, and what says which neurons fired.
@@ -252,12 +252,12 @@ class CostModel:
         """
         shape = self.shape
         if self.gating in ("exact", "screened"):
-            fired = shape.n_neurons * shape.bytes_per_weight
+            fired = shape.n_neurons * shape.value_bytes
         elif self.gating == "dense":
             fired = 0
         else:
             fired = -(-shape.n_neurons // 8)
-        return float(n_tokens * (shape.row_bytes + fired))
+        return float(n_tokens * (shape.hidden_bytes + fired))
 
     def act_d2h_s(self, n_tokens: int) -> float:
         """One copy from device to host, before the host can start."""

@@ -1,29 +1,35 @@
 """Shapes of language models as bytes and flops, per layer and per neuron, and a catalogue of them.
 
 Knows nothing of machines (`hardware`) or of seconds (`costs`). Counted: the weight matrices, the
-keys and values, and the predictor. Not counted: norms, rotary tables, learned positions and
-biases, together under 0.1 % of a layer. In particular OPT's biases: `fc1` has one number per
-neuron, 2 bytes beside a neuron of 16 KiB; it is kept whole on both sides and never moves. The
-bias of `fc2` is added once, where the two partial sums are joined.
+keys and values, and the predictor. Not counted: norms, rotary tables, learned positions, routers
+of experts and biases, together under 0.1 % of a layer (positions: 1.3 % of OPT-125M). In particular
+OPT's biases: `fc1` has one number per neuron, 2 bytes beside a neuron of 16 KiB; it is kept whole
+on both sides and never moves. The bias of `fc2` is added once, where the partial sums are joined.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 import numpy as np
 
 from kairox_sim.errors import KairoxError
+from kairox_sim.model_catalogue import ROWS
 
-Gating = Literal["oracle", "exact", "screened", "predicted", "dense"]
+Gating = Literal["oracle", "exact", "screened", "predicted", "dense"]  # dense: all
 Predictor = Literal["rank", "lookahead", "none"]
 GATINGS: tuple[str, ...] = get_args(Gating)
 PREDICTORS: tuple[str, ...] = get_args(Predictor)
 
 # Activations that give exactly zero, so that leaving a silent neuron out changes nothing.
-RELU_LIKE = ("relu", "fatrelu", "relu2")
+RELU_LIKE = ("relu", "fatrelu", "relu2", "drelu")
+
+# Bytes per weight: ggml's blocks of 32 weights are 34 bytes (Q8_0) and 18 (Q4_0).
+QUANT_BLOCK = 32
+WEIGHT_BYTES = {"float16": 2.0, "q8_0": 34 / QUANT_BLOCK, "q4_0": 18 / QUANT_BLOCK}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,31 +39,45 @@ class ModelShape:
     name: str
     n_layers: int
     d_model: int
-    n_neurons: int  # hidden units of one FFN
+    n_neurons: int  # hidden units of one FFN, those of all experts together
     n_heads: int
     n_kv_heads: int
     head_dim: int
     vocab: int
     gated: bool  # gate, up and down rows; otherwise fc1 and fc2
-    activation: str
+    activation: str  # drelu: ReLU of both gate and up; relu2: squared
     activation_threshold: float  # fires when the pre-activation exceeds this
-    bytes_per_weight: int  # weights, keys, values and the predictor, as run
+    bytes_per_weight: float  # as run; below 2 the weights are quantised, in blocks of 32
     tied_embedding: bool  # the head is the embedding table
-    predictor_rank: (
-        int | None
-    )  # of a published predictor d_model -> rank -> n_neurons; None: unknown
+    predictor_rank: int | None  # of a published one, d_model -> rank -> n_neurons; None: unknown
     relu_sparse: bool = True  # silent neurons give exactly zero
+    kv_bytes_per_value: float | None = None  # keys and values; None: `value_bytes`
+    n_experts: int = 1
+    experts_per_token: int = 1
+    active_share: float | None = None  # published share of n_neurons active per token
+    predicted_share: float | None = None  # published share that the predictor fires
+    share_source: str = ""
     source: str
 
     def __post_init__(self) -> None:
         for field in (
             "n_layers", "d_model", "n_neurons", "n_heads", "n_kv_heads", "head_dim", "vocab",
-            "bytes_per_weight",
+            "n_experts", "experts_per_token",
         ):  # fmt: skip
             if getattr(self, field) < 1:
                 raise KairoxError(
                     f"model {self.name!r}: {field} is {getattr(self, field)}, must be at least 1"
                 )
+        if not (math.isfinite(self.bytes_per_weight) and self.bytes_per_weight > 0):
+            raise KairoxError(f"model {self.name!r}: {self.bytes_per_weight} bytes per weight")
+        if self.experts_per_token > self.n_experts or self.n_neurons % self.n_experts:
+            raise KairoxError(
+                f"model {self.name!r}: {self.experts_per_token} of {self.n_experts} experts in "
+                f"{self.n_neurons} neurons; experts are of one size, and no more run than there are"
+            )
+        for share in (self.active_share, self.predicted_share):
+            if share is not None and not 0 < share <= 1:
+                raise KairoxError(f"model {self.name!r}: a share of {share}, must be in (0, 1]")
         if self.predictor_rank is not None and self.predictor_rank < 1:
             raise KairoxError(
                 f"model {self.name!r}: predictor_rank is {self.predictor_rank}, must be 1 or more, "
@@ -65,7 +85,7 @@ class ModelShape:
             )
         if self.relu_sparse and self.activation not in RELU_LIKE:
             raise KairoxError(_not_relu_like(self.name, self.activation))
-        if self.activation in ("relu", "relu2") and self.activation_threshold != 0:
+        if self.activation in ("relu", "relu2", "drelu") and self.activation_threshold != 0:
             raise KairoxError(
                 f"model {self.name!r}: {self.activation} fires above 0, got a threshold of "
                 f"{self.activation_threshold}; a shifted one is 'fatrelu'"
@@ -82,9 +102,27 @@ class ModelShape:
         return 3 if self.gated else 2
 
     @property
+    def dense_neurons(self) -> int:
+        """Neurons of one layer that a token reads where all of its experts' are computed."""
+        return self.n_neurons * self.experts_per_token // self.n_experts
+
+    @property
+    def value_bytes(self) -> float:
+        """One activation, and one weight of the predictor: 2 where the weights are quantised.
+
+        Predictors stay in float16 then, as github.com/brothergiven/kairox.cpp quantises them.
+        """
+        return max(2.0, self.bytes_per_weight)
+
+    @property
+    def hidden_bytes(self) -> int:
+        """The hidden state of one token: d_model activations."""
+        return math.ceil(self.d_model * self.value_bytes)
+
+    @property
     def row_bytes(self) -> int:
         """One row of one neuron: d_model weights, whichever matrix it is from."""
-        return self.d_model * self.bytes_per_weight
+        return math.ceil(self.d_model * self.bytes_per_weight)
 
     @property
     def neuron_bytes(self) -> int:
@@ -103,13 +141,17 @@ class ModelShape:
     @property
     def attention_bytes(self) -> int:
         """q, k, v and output projections of one layer."""
-        heads = 2 * self.n_heads + 2 * self.n_kv_heads
-        return self.d_model * heads * self.head_dim * self.bytes_per_weight
+        return math.ceil(self._attention_weights * self.bytes_per_weight)
+
+    @property
+    def _attention_weights(self) -> int:
+        return 2 * self.d_model * (self.n_heads + self.n_kv_heads) * self.head_dim
 
     @property
     def kv_bytes_per_token(self) -> int:
         """Key and value of one token in one layer."""
-        return 2 * self.n_kv_heads * self.head_dim * self.bytes_per_weight
+        value = self.value_bytes if self.kv_bytes_per_value is None else self.kv_bytes_per_value
+        return math.ceil(2 * self.n_kv_heads * self.head_dim * value)
 
     @property
     def gate_bytes(self) -> int:
@@ -134,17 +176,21 @@ class ModelShape:
     @property
     def predictor_bytes(self) -> int:
         """The published low-rank predictor of one layer: d_model -> rank -> n_neurons."""
+        return math.ceil(self._predictor_weights * self.value_bytes)
+
+    @property
+    def _predictor_weights(self) -> int:
         if self.predictor_rank is None:
             raise KairoxError(
                 f"model {self.name!r} has no published predictor, so its cost is unknown: "
                 "use predictor='lookahead' or 'none', or set predictor_rank"
             )
-        return self.predictor_rank * (self.d_model + self.n_neurons) * self.bytes_per_weight
+        return self.predictor_rank * (self.d_model + self.n_neurons)
 
     def attention_flops(self, n_tokens: int, context_len: int) -> int:
         """One layer: projections, and scores and weighted sums over `context_len` tokens."""
-        weights = self.attention_bytes // self.bytes_per_weight
-        return n_tokens * (2 * weights + 4 * self.n_heads * self.head_dim * context_len)
+        scores = 4 * self.n_heads * self.head_dim * context_len
+        return n_tokens * (2 * self._attention_weights + scores)
 
     def bundle_flops(self, gating: str) -> int:
         """One neuron for one token, without the row that `exact` gating has already paid for."""
@@ -163,7 +209,7 @@ class ModelShape:
     @property
     def predictor_flops(self) -> int:
         """The predictor of one layer for one token: two flops a weight."""
-        return 2 * self.predictor_bytes // self.bytes_per_weight
+        return 2 * self._predictor_weights
 
     def device_parts(
         self, gating: str, slots: float, context_len: int, *, predictor: str = "rank"
@@ -172,7 +218,8 @@ class ModelShape:
 
         The embedding table stays in host memory (one row is read per token); when tied, it is the
         head and is counted there. The gate is there for `exact` gating and for the look-ahead
-        predictor, which is the gate of the next layer; an int8 copy of it for `screened`.
+        predictor, which is the gate of the next layer; an int8 copy of it for `screened`. `dense`
+        gating decides nothing: neither gate nor predictor.
         """
         _check_gating(gating)
         _check_predictor(predictor)
@@ -180,6 +227,8 @@ class ModelShape:
             raise KairoxError(
                 f"model {self.name!r}: {slots} slots per layer; allowed are 0 to {self.n_neurons}"
             )
+        if gating == "dense":
+            predictor = "none"
         gate = 0
         if gating == "screened":
             gate = self.screen_bytes
@@ -228,7 +277,7 @@ def shape_from_config(
     config: Mapping[str, Any],
     *,
     name: str | None = None,
-    bytes_per_weight: int | None = None,
+    bytes_per_weight: float | None = None,
     activation_threshold: float | None = None,
     predictor_rank: int | None = None,
     source: str = "config.json",
@@ -309,69 +358,43 @@ def mean_slots(slots: int | Sequence[int]) -> float:
     return sum(slots) / len(slots)
 
 
-CATALOGUE: dict[str, ModelShape] = {
-    shape.name: shape
-    for shape in (
-        ModelShape(
-            name="tiny-reglu",
-            n_layers=6,
-            d_model=192,
-            n_neurons=896,
-            n_heads=6,
-            n_kv_heads=2,
-            head_dim=32,
-            vocab=1024,
-            gated=True,
-            activation="relu",
-            activation_threshold=0.0,
-            bytes_per_weight=4,
-            tied_embedding=True,
-            predictor_rank=None,
-            source="experiments/models/tiny-reglu/config.json; the file is float16, run in float32",
-        ),
-        ModelShape(
-            name="prosparse-7b",
-            n_layers=32,
-            d_model=4096,
-            n_neurons=11008,
-            n_heads=32,
-            n_kv_heads=32,
-            head_dim=128,
-            vocab=32000,
-            gated=True,
-            activation="fatrelu",
-            activation_threshold=0.01,
-            bytes_per_weight=2,
-            tied_embedding=False,
-            predictor_rank=1024,
-            source="Hugging Face SparseLLM/prosparse-llama-2-7b, config.json; ProSparse, "
-            "arXiv 2402.13516; run in a 2-byte type; predictor rank chosen within the 768-1152 "
-            "of the published ones (github.com/brothergiven/kairox.cpp)",
-        ),
-        ModelShape(
-            name="opt-6.7b",
-            n_layers=32,
-            d_model=4096,
-            n_neurons=16384,
-            n_heads=32,
-            n_kv_heads=32,
-            head_dim=128,
-            vocab=50272,
-            gated=False,
-            activation="relu",
-            activation_threshold=0.0,
-            bytes_per_weight=2,
-            tied_embedding=True,
-            predictor_rank=256,
-            source="Hugging Face facebook/opt-6.7b, config.json; predictor rank chosen within the "
-            "128-256 of the published ones (github.com/brothergiven/kairox.cpp)",
-        ),
-    )
-}
+CATALOGUE: dict[str, ModelShape] = {row["name"]: ModelShape(**row) for row in ROWS}
 
 
 def find_shape(name: str) -> ModelShape:
-    """A catalogue entry by name."""
-    if name not in CATALOGUE:
+    """A catalogue entry by name; `name@q8_0` (or another of WEIGHT_BYTES) is it `quantised`."""
+    base, at, kind = name.partition("@")
+    if base not in CATALOGUE:
         raise KairoxError(f"unknown model {name!r}; allowed: {', '.join(CATALOGUE)}")
-    return CATALOGUE[name]
+    return quantised(CATALOGUE[base], kind) if at else CATALOGUE[base]
+
+
+def quantised(shape: ModelShape, kind: str) -> ModelShape:
+    """The same model with all its matrices in ggml's `kind`; keys, values, predictor in 2 bytes.
+
+    Files in the wild keep some matrices (the head of a Q4_0 file) in a wider type: not counted.
+    """
+    if kind not in WEIGHT_BYTES:
+        raise KairoxError(f"unknown weights {kind!r}; allowed: {', '.join(WEIGHT_BYTES)}")
+    if kind != "float16" and shape.d_model % QUANT_BLOCK:
+        raise KairoxError(
+            f"model {shape.name!r}: rows of {shape.d_model} weights are not whole blocks of "
+            f"{QUANT_BLOCK}, so it cannot be {kind}"
+        )
+    return replace(
+        shape,
+        name=f"{shape.name.partition('@')[0]}@{kind}",
+        bytes_per_weight=WEIGHT_BYTES[kind],
+        source=f"{shape.source}; weights as {kind}, {WEIGHT_BYTES[kind]:g} bytes each (ggml)",
+    )
+
+
+def require_sparse(shape: ModelShape, gating: str) -> None:
+    """Raises KairoxError unless silent neurons of `shape` are exactly zero, or all are computed."""
+    _check_gating(gating)
+    if not shape.relu_sparse and gating != "dense":
+        raise KairoxError(
+            f"model {shape.name!r} is not ReLU-sparse: with {shape.activation!r} its silent "
+            f"neurons are not zero, and gating {gating!r} would leave them out. Use gating "
+            "'dense', or a ReLU version of the model"
+        )

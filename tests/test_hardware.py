@@ -88,7 +88,7 @@ def test_every_bundled_file(path: Path, tmp_path: Path) -> None:
         assert load(dump_profile(profile, tmp_path / "again.toml")) == profile
 
 
-@pytest.mark.parametrize("name", ["pc1", "pc2", "emu-pc1", "pc-low", "pc-high", "fork-3080"])
+@pytest.mark.parametrize("name", ["pc1", "pc2", "emu-pc1", "pc-low", "pc-high"])
 def test_speeds_are_in_the_order_of_a_pc(name: str) -> None:
     """GPU memory is faster than host memory, which is faster than the bus."""
     profile = load_profile(name)

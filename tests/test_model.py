@@ -14,6 +14,7 @@ from kairox_sim.errors import KairoxError
 from kairox_sim.model import (
     CATALOGUE,
     GATINGS,
+    PREDICTORS,
     ModelShape,
     find_shape,
     mean_slots,
@@ -53,7 +54,7 @@ def test_c17_bytes_are_those_of_the_real_matrices() -> None:
     assert PROSPARSE.neuron_bytes == nbytes(gate[7], up[7], down[:, 7]) == 24_576
     assert PROSPARSE.gate_bytes == nbytes(gate)
     assert PROSPARSE.bundle_bytes("exact") == nbytes(up[7], down[:, 7])
-    for gating in ("oracle", "screened", "predicted"):
+    for gating in ("oracle", "screened", "predicted", "dense"):
         assert PROSPARSE.bundle_bytes(gating) == nbytes(gate[7], up[7], down[:, 7])
 
 
@@ -85,19 +86,11 @@ def test_bytes_of_a_published_model() -> None:
     assert shape.predictor_bytes == 1024 * (5120 + 13824) * 2
 
 
-def test_whole_model_is_about_its_name() -> None:
-    for shape, billions in ((PROSPARSE, 6.74), (OPT, 6.66)):
-        layer = shape.attention_bytes + shape.n_neurons * shape.neuron_bytes
-        tables = shape.head_bytes + (0 if shape.tied_embedding else shape.embedding_bytes)
-        weights = (shape.n_layers * layer + tables) / shape.bytes_per_weight
-        assert weights / 1e9 == pytest.approx(billions, rel=5e-3)
-
-
 @pytest.mark.parametrize("shape", CATALOGUE.values(), ids=lambda s: s.name)
 def test_catalogue(shape: ModelShape) -> None:
     assert find_shape(shape.name) is shape
-    assert shape.n_heads * shape.head_dim == shape.d_model
     assert shape.source
+    assert shape.share_source
     assert shape.bundle_flops("oracle") == 2 * shape.rows_per_neuron * shape.d_model
     assert shape.bundle_flops("exact") * shape.n_neurons + shape.gate_flops == (
         shape.bundle_flops("oracle") * shape.n_neurons
@@ -132,6 +125,10 @@ def test_device_parts_by_gating_and_predictor() -> None:
     screened = PROSPARSE.device_parts("screened", 100, 256)
     assert 0.5 < screened["gate"] / exact["gate"] < 0.51
     assert PROSPARSE.device_parts("oracle", 0, 0, predictor="none")["gate"] == 0
+    for predictor in PREDICTORS:
+        dense = PROSPARSE.device_parts("dense", 100, 256, predictor=predictor)
+        assert (dense["gate"], dense["predictor"]) == (0, 0)
+        assert dense["slots"] == predicted["slots"]
 
 
 def test_everything_resident_is_every_weight() -> None:
@@ -143,14 +140,15 @@ def test_everything_resident_is_every_weight() -> None:
 
 
 def test_config_gives_the_catalogue_entries() -> None:
-    same = {"predictor_rank": 1024, "source": PROSPARSE.source}
-    assert shape_from_config(PROSPARSE_CONFIG, name="prosparse-7b", **same) == PROSPARSE
-    same = {"predictor_rank": 256, "source": OPT.source}
-    assert shape_from_config(OPT_CONFIG, name="opt-6.7b", **same) == OPT
     config = json.loads(TINY_CONFIG.read_text(encoding="utf-8"))
-    assert (
-        shape_from_config(config, name="tiny-reglu", bytes_per_weight=4, source=TINY.source) == TINY
-    )
+    for entry, its_config in ((PROSPARSE, PROSPARSE_CONFIG), (OPT, OPT_CONFIG), (TINY, config)):
+        shape = shape_from_config(
+            its_config, name=entry.name, source=entry.source, predictor_rank=entry.predictor_rank,
+            bytes_per_weight=entry.bytes_per_weight if entry is TINY else None,
+        )  # fmt: skip
+        # what no config.json says
+        published = {"active_share": None, "predicted_share": None, "share_source": ""}
+        assert shape == replace(entry, **published)
     assert shape_from_config(config).bytes_per_weight == 2  # as the file has it
 
 
@@ -197,6 +195,16 @@ def test_shape_refused() -> None:
         TINY.device_parts("exact", 897, 0, predictor="none")
     with pytest.raises(KairoxError, match="'gpt'; allowed: tiny-reglu"):
         find_shape("gpt")
+    with pytest.raises(KairoxError, match="3 of 2 experts in 896"):
+        replace(TINY, n_experts=2, experts_per_token=3)
+    with pytest.raises(KairoxError, match="1 of 3 experts in 896"):
+        replace(TINY, n_experts=3)
+    with pytest.raises(KairoxError, match=r"a share of 11, must be in \(0, 1\]"):
+        replace(TINY, active_share=11)
+    with pytest.raises(KairoxError, match="0 bytes per weight"):
+        replace(TINY, bytes_per_weight=0)
+    with pytest.raises(KairoxError, match="drelu fires above 0"):
+        replace(TINY, activation="drelu", activation_threshold=0.5)
     assert replace(TINY, activation="silu", relu_sparse=False).activation == "silu"
 
 

@@ -148,6 +148,15 @@ def test_names_of_the_catalogue_are_taken_at_their_word(
         changed = config | {"num_hidden_layers": layers}
         (tmp_path / name / "config.json").write_text(json.dumps(changed))
     assert live.model_shape(tmp_path / "mine").bytes_per_weight == 4
+    whole = {
+        "num_hidden_layers": 32, "hidden_size": 4096, "intermediate_size": 11008,
+        "num_attention_heads": 32, "num_key_value_heads": 32, "head_dim": 128, "vocab_size": 32000,
+    }  # fmt: skip
+    (tmp_path / "7b" / "prosparse-7b").mkdir(parents=True)
+    path = tmp_path / "7b" / "prosparse-7b"
+    (path / "config.json").write_text(json.dumps(config | whole))
+    shape = live.model_shape(path)  # as it runs here, not as the catalogue has it
+    assert (shape.bytes_per_weight, shape.predictor_rank) == (4, 1024)
     with pytest.raises(KairoxError, match="give the folder another name"):
         live.model_shape(tmp_path / "prosparse-7b")
 
