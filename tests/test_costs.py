@@ -138,7 +138,8 @@ def test_what_each_gating_is_charged_for() -> None:
     for gating, predictor in GATING_PREDICTOR:
         model = costs(gating=gating, predictor=predictor)
         assert (model.gate_s(1) > 0) == (gating in ("exact", "screened")), gating
-        assert (model.predict_s(1) > 0) == (predictor != "none"), predictor
+        predicts = predictor != "none" and gating != "dense"
+        assert (model.predict_s(1) > 0) == predicts, predictor
         assert model.bundle_bytes == PROSPARSE.bundle_bytes(gating)
     exact, screened = costs(), costs(gating="screened")
     assert costs(predictor="lookahead").predict_s(1) == exact.gate_s(1)
@@ -188,7 +189,8 @@ def test_more_work_never_takes_less(n: int, tokens: int, pair: tuple[str, str], 
         assert seconds(model, n + 1, tokens) >= now, label
         assert seconds(model, n, tokens + 1) >= now, label
     assert model.swap_bytes(n + 1) > model.swap_bytes(n)
-    assert model.decide_s("tam", n + 1) > model.decide_s("tam", n)
+    more = model.decide_s("tam", n + 1) - model.decide_s("tam", n)
+    assert more > 0 or (more == 0 and name == "guide")  # where deciding is free
 
 
 NUMBERS = [

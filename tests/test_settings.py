@@ -73,7 +73,7 @@ def test_unknown_key_names_the_nearest(tmp_path: Path) -> None:
         ({"prediction": "good"}, "allowed: trace, perfect"),
         ({"prediction": "0.9"}, "allowed: trace, perfect"),
         ({"prediction": "1.2,0.9"}, r"recall must be in \[0, 1\]"),
-        ({"gating": "guess"}, "'oracle', 'exact', 'screened' or 'predicted'"),
+        ({"gating": "guess"}, "'oracle', 'exact', 'screened', 'predicted' or 'dense'"),
         ({"numerics": "deterministic"}, "'fast'"),
         ({"layer0": "embedding"}, "'last'"),
         ({"swap_neurons": 0}, "greater than or equal to 1"),
