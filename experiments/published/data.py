@@ -12,7 +12,7 @@ from typing import Any
 from kairox_sim.errors import KairoxError
 
 FOLDER = Path(__file__).parent
-SOURCES = ("guide", "paper", "bars", "fork")
+SOURCES = ("guide", "paper", "bars", "fork", "powerinfer", "prosparse", "datasheets")
 
 
 @dataclass(frozen=True, slots=True)
