@@ -119,6 +119,7 @@ def test_the_fit_follows_every_pacing_constant(
                     }
                 )
                 for key in type(entry).model_fields
+                if getattr(entry, key) is not None
             }
             profile = profile.model_copy(update={name: entry.model_copy(update=slower)})
         machine = Machine("emulated", profile)
