@@ -398,6 +398,7 @@ def _pipeline(**changed: Any) -> LivePipeline:
         ({"n_neurons": 7}, "cache has 1 layers of 7 neurons, the model 1 of 40"),
         ({"cache_trigger": "after"}, "another trigger than 'attn_out'"),
         ({"predict": None}, "needs a predictor"),
+        ({"late": "cancel"}, "built in the simulator only: a live copy cannot be taken back"),
         (
             {"costs": SimpleNamespace(gating="oracle", swap_neurons=16, predictor="none")},
             "costs are for gating 'oracle'",
