@@ -23,6 +23,7 @@ Floats = NDArray[np.float64]
 _GRID: Floats = np.concatenate(
     [np.geomspace(1e-40, 0.005, 1500), np.linspace(0.005, 1.0, 1501)[1:]]
 )
+_ROUNDING = 1e-9
 _FRACTION_STEPS = 400  # of the continued fraction, which converges far sooner at most points
 
 
@@ -86,10 +87,11 @@ def scaled_to(
     rates: Floats, mean: float, low: Floats | float = 0, high: Floats | float = 1
 ) -> Floats:
     """The rates times one factor, held between `low` and `high`, with exactly this mean."""
-    if not np.mean(low) <= mean <= np.mean(np.broadcast_to(high, rates.shape)):
+    least_mean, most_mean = (float(np.broadcast_to(v, rates.shape).mean()) for v in (low, high))
+    if not least_mean - _ROUNDING <= mean <= most_mean + _ROUNDING:
         raise KairoxError(
-            f"rates of mean {mean:g} do not fit their bounds, {np.mean(low):.4g} to "
-            f"{np.mean(np.broadcast_to(high, rates.shape)):.4g} on average"
+            f"rates of mean {mean:g} do not fit their bounds, {least_mean:.4g} to {most_mean:.4g} "
+            "on average"
         )
     least, most = 0.0, 1.0
     while np.clip(rates * most, low, high).mean() < mean and most < 1e12:

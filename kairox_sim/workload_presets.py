@@ -83,8 +83,12 @@ PRESETS: dict[str, Workload] = {
             f"the 7B model ({FORK}); recall assumed within the 90 to 99 % of the OSDI '26 paper",
         ),
         _reglu(
-            "relullama-7b", 32, 11008, 4096, 0.330,
+            "relu-llama-7b", 32, 11008, 4096, 0.330,
             f"density (ReluLLaMA-7B): {PROSPARSE}; {_REGLU_SKEW}{_BORROWED}",
+        ),
+        _reglu(
+            "relu-llama-13b", 40, 13824, 5120, 0.284,
+            f"density (ReluLLaMA-13B): {PROSPARSE}; {_REGLU_SKEW}{_BORROWED}",
         ),
         _reglu(
             "relu-llama-70b", 80, 28672, 8192, 0.18,
@@ -121,7 +125,7 @@ PRESETS: dict[str, Workload] = {
             f"density: middle of the 2 to 4 % of {POWERINFER}, table 3; {_OPT_SKEW}{_BORROWED}",
         ),
         _opt(
-            "falcon-40b", 60, 8192, 0.05,
+            "falcon-40b-relu", 60, 8192, 0.05,
             f"density: {POWERINFER}, table 3; {_OPT_SKEW}{_BORROWED}",
         ),
     )

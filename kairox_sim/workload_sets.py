@@ -27,7 +27,9 @@ Values = NDArray[np.float32]
 Drawn = TypeVar("Drawn", np.float32, np.int32)
 
 _BLOCK_VALUES = 1 << 22  # latent values drawn at once
-_WHO, _WHEN = 0, 1  # streams of random numbers: which neurons are hot; what the text does
+# Streams of random numbers: which neurons are hot; what the text does. NumPy takes (0, 0) and
+# (0, 0, 0) for the same seed, so these are numbers that nothing else begins a seed with.
+_WHO, _WHEN = 0x686F7473, 0x74657874
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +201,6 @@ def _latent(
         return values
     redraws = rng.random((n_tokens, n_groups), dtype=np.float32) >= workload.persistence
     if before is None:
-        redraws[0] = True
         before = values[0]
     token = np.arange(1, n_tokens + 1, dtype=np.int32)[:, np.newaxis]
     drawn = np.maximum.accumulate(np.where(redraws, token, np.int32(0)), axis=0)  # 0: before

@@ -47,6 +47,7 @@ def measure(trace: Trace, workload: Workload) -> list[Statistic]:
     said = workload.predicted
     # A shift changes who is hot: over several topics the rates are mixed, and fewer stay the same.
     one_topic = workload.shift_every is None or trace.n_tokens <= workload.shift_every
+    stays = _persistence(layers, trace.n_tokens)
     rows = [
         Statistic("density", "active share of the neurons of a token", workload.active.mean,
                   _ratio(active, n_all)),
@@ -54,7 +55,7 @@ def measure(trace: Trace, workload: Workload) -> list[Statistic]:
                   workload.active.carries if one_topic else None,
                   _mean([_carried(s.active, workload.active.top_share) for s in layers])),
         Statistic("persistence", "(P(1->1) - p) / (1 - p), p averaged over what is active",
-                  workload.persistence if one_topic else None, _persistence(layers, trace.n_tokens)),
+                  workload.persistence if one_topic else None, stays),
         Statistic("one_hit_share", "of the neurons evaluated at all, those evaluated once",
                   workload.one_hit_share, _mean([_one_hit(s.evaluated) for s in layers])),
     ]  # fmt: skip
