@@ -6,6 +6,7 @@ from collections import deque
 from typing import ClassVar, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kairox_sim.controllers import Knobs
 from kairox_sim.policies.base import (
@@ -87,29 +88,32 @@ class Arc:
         self.stamp[layer][back] = 0
         list_of[back] = np.where(list_of[back] == B2, np.uint8(T2), np.uint8(T1))
 
-    def _admit(self, layer: int, promote: Ids, may_go: State, free_slots: int) -> Ids:
+    def _admit(self, layer: int, promote: Ids, may_go: NDArray[np.bool_], free_slots: int) -> Ids:
         list_of, stamp = self.list_of[layer], self.stamp[layer]
         was = list_of[promote]
         size = np.bincount(list_of, minlength=5).tolist()
         capacity = size[T1] + size[T2] + free_slots
-        # The oldest of each list, as many as could be needed.
-        oldest = {}
-        for name in (T1, T2, B1, B2):
-            members = list_of == name
-            if name in (T1, T2):
-                members &= may_go.astype(bool)
-            else:
-                members[promote] = False
-            ids = members.nonzero()[0].astype(np.int32)
-            oldest[name] = deque(lowest(ids, stamp, min(promote.size, ids.size)).tolist())
+        oldest: dict[int, deque[int]] = {}  # of each list that was asked for, what may leave it
+
         now, target, room = int(self.now[layer]), float(self.target[layer]), free_slots
         victims: list[int] = []
 
+        def leaving(name: int) -> deque[int]:
+            if name not in oldest:
+                members = list_of == name
+                members[promote] = False
+                if name in (T1, T2):
+                    members &= may_go
+                ids = members.nonzero()[0].astype(np.int32)
+                enough = min(promote.size, ids.size)  # no list loses more
+                oldest[name] = deque(lowest(ids, stamp, enough).tolist())
+            return oldest[name]
+
         def give_up(name: int, remember: bool = True) -> None:
             nonlocal now
-            if not oldest[name]:
+            if not leaving(name):
                 name = T1 + T2 - name
-            gone = oldest[name].popleft()
+            gone = leaving(name).popleft()
             victims.append(gone)
             size[name] -= 1
             list_of[gone] = NOWHERE
@@ -117,15 +121,16 @@ class Arc:
                 now += 1
                 list_of[gone], stamp[gone] = name + GHOST, now
                 size[name + GHOST] += 1
-                oldest[name + GHOST].append(gone)
+                if name + GHOST in oldest:
+                    oldest[name + GHOST].append(gone)
 
         def replace(from_b2: bool) -> None:
             above = size[T1] > target or (from_b2 and size[T1] == target)
             give_up(T1 if (size[T1] and above) or not size[T2] else T2)
 
         def forget(name: int) -> None:
-            if oldest[name]:
-                list_of[oldest[name].popleft()] = NOWHERE
+            if leaving(name):
+                list_of[leaving(name).popleft()] = NOWHERE
                 size[name] -= 1
 
         now += 1
