@@ -17,9 +17,8 @@ from numpy.typing import NDArray
 from kairox_sim.cache import NeuronCache
 from kairox_sim.controllers import Controller, Fixed
 from kairox_sim.events import Cancelled, Committed, Event, LookedUp, Planned
-from kairox_sim.idsets import sorted_ids
 from kairox_sim.policies import Lru, build_policy
-from kairox_sim.policies.base import Ids, Known, Observes, Policy, Trigger
+from kairox_sim.policies.base import Known, Observes, Policy, Trigger
 from kairox_sim.policies.future import Future
 from kairox_sim.record import LayerWaits, StepRecord
 
@@ -56,28 +55,8 @@ class Run:
         return Fixed(self.threshold_scale, self.max_swaps)
 
     def policy(self, name: str) -> Policy:
-        """By its name, told everything it may need, the future of this very run included."""
-        known = Known(
-            rng=np.random.default_rng(0),
-            future=Future.of(self.observed(), self.n_neurons),
-            gpu_over_cpu=10.0,
-            position=np.tile(np.arange(self.n_neurons, dtype=np.int32), (self.n_layers, 1)),
-        )
-        return build_policy(name, self.n_layers, self.n_neurons, known)
-
-    def observed(self) -> list[list[Ids]]:
-        """[n_layers][n] the sets that `drive` makes a policy observe."""
-        ahead = self.trigger in ("attn_in", "attn_out")
-        shown: list[list[list[int]]] = [[] for _ in self.slots]
-        for at, step in enumerate(self.steps):
-            for layer, now in enumerate(step):
-                if self.observes == "active":
-                    shown[layer].append(now.evaluated if now.active is None else now.active)
-                elif self.observes == "evaluated" or self.trigger == "after":
-                    shown[layer].append(now.evaluated)
-                elif not ahead or layer > 0 or at + 1 < len(self.steps):
-                    shown[layer].append(now.predicted)
-        return [[sorted_ids(np.array(s, np.int64), self.n_neurons) for s in of] for of in shown]
+        """By its name, told everything it may need."""
+        return build_policy(name, self.n_layers, self.n_neurons, self.known())
 
     def known(self) -> Known:
         """All that a policy may need. The future is of what it will be shown, in that order."""
@@ -99,7 +78,7 @@ class Run:
             for layer, now in enumerate(step):
                 if self.observes == "active":
                     ids = now.evaluated if now.active is None else now.active
-                elif self.trigger == "after":
+                elif self.observes == "evaluated" or self.trigger == "after":
                     ids = now.evaluated
                 elif ahead and layer == 0 and at + 1 == len(self.steps):
                     continue  # layer 0 is planned at a step's end, for the next one
