@@ -12,9 +12,11 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from typing import Literal, get_args
 
 from kairox_sim.cost_model import CostModel
+from kairox_sim.flows import to_ns
 from kairox_sim.policies.base import Ids
 
 Dispatch = Literal["concurrent", "serial", "gpu", "cost", "layers"]
@@ -35,23 +37,23 @@ def n_fetched(
 def cheapest_split(costs: CostModel, layer: int, residual: Ids, n_tokens: int, part: int) -> int:
     """The k that minimises max(host path of n - k, copies of k and then the device), idle machine.
 
-    Fiddler enumerates k for experts; here the first falls and the second rises with k, so the
-    minimum is where they cross. Of equals the one with fewer copies.
+    In whole nanoseconds; of equals the one with the fewest copies. Fiddler enumerates k for the
+    experts of a layer; here the first falls with k and the second rises, so that both what is best
+    and the first k that reaches it are found by bisection.
     """
+    n = residual.size
 
-    def host_s(k: int) -> float:
-        return costs.host_path_s(residual.size - k, n_tokens)
+    def host_ns(k: int) -> int:
+        return to_ns(costs.host_path_s(n - k, n_tokens))
 
-    def device_s(k: int) -> float:
+    def device_ns(k: int) -> int:
         if k == 0:
-            return 0.0
-        return costs.fetch_s(layer, residual[:k], part) + costs.ffn_gpu_s(k, n_tokens)
+            return 0
+        return to_ns(costs.fetch_s(layer, residual[:k], part) + costs.ffn_gpu_s(k, n_tokens))
 
-    low, high = 0, residual.size  # device_s(high) >= host_s(high) = 0
-    while low < high:
-        middle = (low + high) // 2
-        if device_s(middle) >= host_s(middle):
-            high = middle
-        else:
-            low = middle + 1
-    return low - 1 if low and host_s(low - 1) <= device_s(low) else low
+    ks = range(n + 1)
+    crossing = bisect_left(ks, True, key=lambda k: device_ns(k) >= host_ns(k))  # at n, host_ns is 0
+    best_ns = device_ns(crossing)
+    if crossing:
+        best_ns = min(best_ns, host_ns(crossing - 1))
+    return bisect_left(ks, True, hi=crossing, key=lambda k: host_ns(k) <= best_ns)

@@ -59,9 +59,13 @@ def costs(
     copy_fixed=6,
     h2d=20,
     rowcopies=False,
+    copies=None,
+    copy_sync=0,
+    position=None,
     act_fixed=4,
     d2h_fixed=5,
     handover=3,
+    handovers=1,
     decide=8,
     decide_per_swap=1,
     decide_blocks_gpu=False,
@@ -95,7 +99,7 @@ def costs(
         cpu_flops_per_s=cpu_flops_per_ns * PER_NS,
         dram_bytes_per_s=dram * PER_NS,
         bundle_bytes=float(bundle),
-        copies="bundle" if rowcopies else "gather",
+        copies=copies or ("bundle" if rowcopies else "gather"),
         h2d_copy_fixed_s=copy_fixed * NS,
         h2d_bytes_per_s=h2d * PER_NS,
         act_h2d_fixed_s=act_fixed * NS,
@@ -105,6 +109,9 @@ def costs(
         decide={"default": DecideCost(decide * NS, inf, decide_per_swap * NS)},
         decide_neurons=8,
         decide_blocks_gpu=decide_blocks_gpu,
+        copy_sync_s=copy_sync * NS,
+        handovers=handovers,
+        position=None if position is None else np.array(position, np.int32),
     )
 
 
