@@ -10,7 +10,7 @@ import pandas as pd
 
 from kairox_sim.errors import KairoxError
 from kairox_sim.metrics import METRICS, plain
-from kairox_sim.policies import BOUNDS
+from kairox_sim.policies import BOUNDS, ORACLES
 from kairox_sim.settings import Settings
 from kairox_sim.sweeps import OWN_LINK, read_table
 
@@ -29,16 +29,18 @@ def best(
 
     hardware: as asked in the sweep, or the profile's name, also with its link ("pc1+pcie3").
     link: None where the table has only one bus for it. vram_bytes: device memory to fit in, the
-    margin included, instead of the profile's. The bounds are no choice. Several seeds of one
-    setting count as their mean.
+    margin included, instead of the profile's. Bounds and oracles are no choice. Several seeds of
+    one setting count as their mean.
     """
     rows = read_table(table) if not isinstance(table, pd.DataFrame) else table
     rows = _on_machine(rows, hardware, link)
-    ok = rows[(rows["status"] == "ok") & ~rows["policy"].isin(BOUNDS) & rows["tok_s"].notna()]
+    no_choice = rows["policy"].isin((*BOUNDS, *ORACLES))
+    ok = rows[(rows["status"] == "ok") & ~no_choice & rows["tok_s"].notna()]
     if ok.empty:
         reasons = sorted(set(rows.loc[rows["status"] != "ok", "why"].astype(str)))
         raise KairoxError(
-            f"no setting ran on {hardware!r}; the bounds ({', '.join(BOUNDS)}) are no choice"
+            f"no setting ran on {hardware!r}; bounds and oracles "
+            f"({', '.join((*BOUNDS, *ORACLES))}) are no choice"
             + (f"; first reason: {reasons[0].strip().splitlines()[-1]}" if reasons else "")
         )
     if len(models := sorted(set(ok["costs"]))) > 1:

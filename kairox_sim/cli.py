@@ -24,12 +24,14 @@ from kairox_sim.commands.plot import plot
 from kairox_sim.commands.record import record
 from kairox_sim.commands.simulate import simulate
 from kairox_sim.commands.sweep import sweep
+from kairox_sim.commands.systems import policies, systems
 from kairox_sim.commands.validate import validate
 from kairox_sim.commands.workload import workload
 from kairox_sim.errors import KairoxError
 
 COMMANDS: tuple[Callable[..., Any], ...] = (
-    record, info, group, simulate, sweep, plot, best, calibrate, generate, validate, workload,
+    record, info, workload, group, systems, policies, simulate, sweep, plot, best, calibrate,
+    generate, validate,
 )  # fmt: skip
 BAD_INPUT = 2  # exit code
 

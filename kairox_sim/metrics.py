@@ -34,7 +34,8 @@ METRICS: dict[str, tuple[str, str]] = {  # name: (formula, unit)
     "hit_resident": ("sum hit_resident / sum evaluated", "ratio"),
     "hit_on_time": ("sum hit_on_time / sum evaluated", "ratio"),
     "late_share": ("sum late / sum evaluated", "ratio"),
-    "residual_share": ("sum residual / sum evaluated = 1 - hit_on_time", "ratio"),
+    "fetched_share": ("sum fetched / sum evaluated: copied on demand, no slot", "ratio"),
+    "residual_share": ("sum residual / sum evaluated = 1 - hit_on_time - fetched", "ratio"),
     "evaluated_per_token": ("sum evaluated / n", "neurons"),
     "residual_per_token": ("sum residual / n", "neurons"),
     "loads_per_layer_step": ("sum loads / (n L)", "neurons"),
@@ -53,9 +54,36 @@ METRICS: dict[str, tuple[str, str]] = {  # name: (formula, unit)
     "precision": ("sum predicted_active / sum predicted, over steps with a prediction", "ratio"),
 }
 
+AGAINST: dict[str, tuple[str, str]] = {  # beside the METRICS of a simulated run
+    "bound_s": ("time per token that no run reading the same bytes can beat", "s"),
+    "common_bound_s": ("the same for the bytes that every system must read, no predictor", "s"),
+    "over_bound": ("tpot_s / bound_s - 1", "ratio"),
+    "oracle_s": ("tpot_s of the bypass oracle in the same slots, costs and gating", "s"),
+    "over_oracle": ("tpot_s / oracle_s - 1", "ratio"),
+}
+
+
+def against(
+    summary: Mapping[str, float],
+    *,
+    bound_s: float,
+    common_bound_s: float,
+    oracle_s: float = math.nan,
+) -> dict[str, float]:
+    """The regrets of a run: how far above what cannot be beaten; nan where that is not known."""
+    tpot_s = summary["tpot_s"]
+    return {
+        "bound_s": bound_s,
+        "common_bound_s": common_bound_s,
+        "over_bound": _ratio(tpot_s, bound_s) - 1,
+        "oracle_s": oracle_s,
+        "over_oracle": _ratio(tpot_s, oracle_s) - 1,
+    }
+
+
 TOTALS = (
-    "evaluated", "active", "hit_resident", "hit_on_time", "late", "residual", "loads", "used",
-    "wasted", "cancelled", "unused_yet", "evictions", "h2d_bytes",
+    "evaluated", "active", "hit_resident", "hit_on_time", "late", "fetched", "residual", "loads",
+    "used", "wasted", "cancelled", "unused_yet", "evictions", "h2d_bytes",
 )  # fmt: skip
 
 
@@ -77,7 +105,8 @@ class RunResult:
     def totals(self) -> dict[str, float]:
         """Counts over the whole run, prefill included.
 
-        evaluated = hit_on_time + residual; loads = used + wasted + cancelled + unused_yet.
+        evaluated = hit_on_time + fetched + residual;
+        loads = used + wasted + cancelled + unused_yet.
         """
         of = {name: float(self.steps[name].sum(skipna=False)) for name in STEP_COLUMNS[15:-1]}
         of["used"] = of["loads_used_first"]
@@ -144,6 +173,7 @@ def summarise(
         "hit_resident": _ratio(total["hit_resident"], evaluated),
         "hit_on_time": _ratio(total["hit_on_time"], evaluated),
         "late_share": _ratio(total["late"], evaluated),
+        "fetched_share": _ratio(total["fetched"], evaluated),
         "residual_share": _ratio(total["residual"], evaluated),
         "evaluated_per_token": _ratio(evaluated, n),
         "residual_per_token": _ratio(total["residual"], n),

@@ -5,19 +5,34 @@ What a Settings file may hold is settings_file.py's concern.
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kairox_sim.budgets import shape_of, share_by_density, slots_per_layer
 from kairox_sim.cache import NeuronCache
 from kairox_sim.errors import KairoxError
 from kairox_sim.events import Event
-from kairox_sim.model import ModelShape, find_shape, shape_from_config
-from kairox_sim.policies import POLICIES
+from kairox_sim.future_uses import future_of
+from kairox_sim.groups import group_neurons, read_groups
+from kairox_sim.hardware import HardwareProfile
+from kairox_sim.linking import link_order
+from kairox_sim.model import ModelShape
+from kairox_sim.placement import (
+    Placed,
+    balanced,
+    by_counts,
+    first,
+    least_per_layer,
+    solved,
+    solved_as_shipped,
+)
+from kairox_sim.policies import POLICIES, Known
+from kairox_sim.policies.future import Future
+from kairox_sim.policies.grouped import Grouped
+from kairox_sim.policies.linked import Linked
 from kairox_sim.settings_file import (
     Settings,
     make_controller,
@@ -27,16 +42,17 @@ from kairox_sim.settings_file import (
 from kairox_sim.settings_rules import label, predictor_of, trigger_of
 from kairox_sim.trace import Trace, read_trace
 from kairox_sim.trace_stats import counts, overlaps
-from kairox_sim.units import is_size, parse_bytes
 
 __all__ = [
     "Settings",
     "build_cache",
+    "gpu_over_cpu",
+    "groups_of",
     "label",
     "load_prior",
+    "longest_context",
     "make_controller",
     "make_policy",
-    "most_frequent",
     "predictor_of",
     "quality_of",
     "require_usable",
@@ -55,127 +71,183 @@ def build_cache(
     *,
     prior: Trace | None = None,
     shape: ModelShape | None = None,
+    profile: HardwareProfile | None = None,
+    evaluated: Trace | None = None,
     journal: Callable[[Event], None] | None = None,
 ) -> NeuronCache:
     """The cache that `settings` describes, for the layers and neurons of a trace or a live model.
 
-    prior: profiling trace, needed by `static`, a warm start and density budgets; see `load_prior`.
-    shape: the model whose bytes count, needed where the budget is a size; `model_as` by default.
+    prior: profiling trace, needed by `static`, a warm start, density budgets, groups and links made
+    on the spot; see `load_prior`. shape: the model whose bytes count, needed where the budget is a
+    size or what fits; `model_as` by default. profile: the machine, where a budget or a placement
+    depends on it. evaluated: the trace it will be run on, of which oracles know the future.
     """
-    policy = make_policy(settings, n_layers, n_neurons)
-    slots = slots_per_layer(settings, n_layers, n_neurons, prior=prior, shape=shape)
+    context_len = None if evaluated is None else longest_context(settings, evaluated)
+    slots = slots_per_layer(
+        settings, n_layers, n_neurons,
+        prior=prior, shape=shape, profile=profile, context_len=context_len,
+    )  # fmt: skip
+    members = None if settings.groups is None else groups_of(settings, n_layers, n_neurons, prior)
+    position = None if settings.layout == "natural" else link_order(_needed(prior, "its links"))
+    known = Known(
+        rng=np.random.default_rng(settings.seed),
+        future=_future(settings, evaluated, members),
+        gpu_over_cpu=None if profile is None else gpu_over_cpu(profile),
+        # Segments of memory are of ids where nothing says otherwise.
+        position=np.tile(np.arange(n_neurons, dtype=np.int32), (n_layers, 1))
+        if position is None
+        else position,
+    )
+    n_units = n_neurons if members is None else members.shape[1]
+    policy = make_policy(settings, n_layers, n_units, known)
+    if members is not None:
+        policy = Grouped(policy, members)
+    if position is not None:
+        policy = Linked(policy, position)
+    placed = _place(settings, slots, n_neurons, prior, members, profile, shape)
     everything = np.arange(n_neurons, dtype=np.int32)
-    warm = None
-    if policy.fills == "prior" or (policy.fills == "slots" and settings.start == "warm"):
-        if prior is None:
-            raise KairoxError(
-                f"policy {settings.policy!r} with start {settings.start!r} needs a prior, a trace "
-                "of other text to learn from; give --prior, or `prior` in the settings"
-            )
-        warm = most_frequent(prior, slots)
     return NeuronCache(
         n_layers,
         n_neurons,
-        slots,
+        slots if placed is None else placed.slots,
         policy,
         make_controller(settings),
         pinned=[everything] * n_layers if policy.fills == "all" else None,
-        warm=warm,
-        swap_neurons=swap_neurons(settings, n_neurons),
+        warm=None if placed is None else placed.resident,
+        swap_neurons=swap_neurons(settings, n_neurons, members),
         observes=settings.observes,
         trigger=settings.trigger,
         journal=journal,
     )
 
 
-def swap_neurons(settings: Settings, n_neurons: int) -> int:
-    """Neurons per swap. In a stand-in so many of the trace's as make the target's bytes."""
+def groups_of(
+    settings: Settings, n_layers: int, n_neurons: int, prior: Trace | None
+) -> NDArray[np.int32]:
+    """[n_layers, n_groups, size] members of the groups that `settings` names."""
+    named = str(settings.groups)
+    if named.endswith(".parquet"):
+        groups = read_groups(named)
+    else:
+        method, _, size = named.partition(":")
+        groups = group_neurons(prior, n_layers, n_neurons, int(size), method, settings.seed)
+    found = groups.members.shape
+    if found[0] != n_layers or found[1] * found[2] != n_neurons:
+        raise KairoxError(
+            f"groups {named!r} are of {found[0]} layers of {found[1] * found[2]} neurons, and the "
+            f"trace or model has {n_layers} of {n_neurons}; make them from a trace of this model"
+        )
+    return groups.members
+
+
+def gpu_over_cpu(profile: HardwareProfile) -> float:
+    """How many times as many neurons a second the device computes as the host."""
+    host = min(profile.ffn_cpu.bytes_per_s.value, profile.dram_bytes_per_s.value)
+    return profile.ffn_gpu.bytes_per_s.value / host
+
+
+def _future(
+    settings: Settings, evaluated: Trace | None, members: NDArray[np.int32] | None
+) -> Future | None:
+    if "future" not in POLICIES[settings.policy].needs or evaluated is None:
+        return None
+    observes = settings.observes or POLICIES[settings.policy].default_observes
+    if observes == "predicted":
+        raise KairoxError(
+            f"policy {settings.policy!r} knows what will be evaluated, not what will be predicted; "
+            "let it observe 'evaluated' or 'active'"
+        )
+    return future_of(evaluated, members, observes=observes)
+
+
+def longest_context(settings: Settings, trace: Trace) -> int:
+    """Tokens in the KV cache at the end of the trace's longest sequence."""
+    steps = (trace.at(i).context_len for i in range(trace.n_steps))
+    return settings.context_start + max(steps, default=0)
+
+
+def _place(
+    settings: Settings,
+    slots: list[int],
+    n_neurons: int,
+    prior: Trace | None,
+    members: NDArray[np.int32] | None,
+    profile: HardwareProfile | None,
+    shape: ModelShape | None,
+) -> Placed | None:
+    """Who is resident at the start; None: nobody, or everybody by the policy's own rule."""
+    fills = POLICIES[settings.policy].fills
+    if fills not in ("prior", "slots") or (fills == "slots" and settings.start == "empty"):
+        return None
+    size = 1 if members is None else members.shape[2]
+    units = [k // size for k in slots]
+    n_units = n_neurons // size
+    if min(slots) == n_neurons or settings.placement == "layers" or settings.start == "first":
+        placed = first(n_units, units)
+    else:
+        why = f"policy {settings.policy!r} with placement {settings.placement!r}"
+        fired = counts(_needed(prior, f"{why}, start {settings.start!r},"))
+        if members is not None:
+            fired = np.stack([fired[layer][own].sum(axis=1) for layer, own in enumerate(members)])
+        placed = _placed(settings, fired, units, n_neurons, profile, shape)
+    if members is None:
+        return placed
+    neurons = tuple(np.sort(members[i][ids].ravel()) for i, ids in enumerate(placed.resident))
+    moved = tuple(k * size for k in placed.slots)
+    return Placed(moved if settings.placement.startswith("solver") else tuple(slots), neurons)
+
+
+def _placed(
+    settings: Settings,
+    fired: NDArray[np.int64],
+    units: list[int],
+    n_neurons: int,
+    profile: HardwareProfile | None,
+    shape: ModelShape | None,
+) -> Placed:
+    match settings.placement:
+        case "solver-shipped":
+            return solved_as_shipped(fired, sum(units))
+        case "solver":
+            least = 0
+            if profile is not None and shape is not None:
+                least = least_per_layer(
+                    bundle_bytes=shape.bundle_bytes(settings.gating) * shape.n_neurons / n_neurons,
+                    gpu_bytes_per_s=profile.ffn_gpu.bytes_per_s.value,
+                    cpu_bytes_per_s=profile.ffn_cpu.bytes_per_s.value,
+                    sync_s=2 * profile.handover_fixed_s.value
+                    + profile.h2d.copy_fixed_s.value
+                    + profile.d2h.copy_fixed_s.value,
+                )
+            return solved(fired, sum(units), least=least)
+        case "balanced":
+            if profile is None:
+                raise KairoxError("placement 'balanced' needs the rates of a machine")
+            return balanced(fired, units, gpu_over_cpu(profile))
+        case _:
+            return by_counts(fired, units)
+
+
+def _needed(prior: Trace | None, what: str) -> Trace:
+    if prior is None:
+        raise KairoxError(
+            f"{what} needs a prior, a trace of other text to learn from; give --prior, or `prior` "
+            "in the settings"
+        )
+    return prior
+
+
+def swap_neurons(
+    settings: Settings, n_neurons: int, members: NDArray[np.int32] | None = None
+) -> int:
+    """Neurons per swap: a group, or in a stand-in so many of the trace's as make the target's
+    bytes."""
+    if members is not None:
+        return int(members.shape[2])
     if settings.model_as is None:
         return settings.swap_neurons
     bundles_per_neuron = shape_of(settings.model_as).n_neurons / n_neurons
     return max(1, round(settings.swap_neurons / bundles_per_neuron))
-
-
-def slots_per_layer(
-    settings: Settings,
-    n_layers: int,
-    n_neurons: int,
-    *,
-    prior: Trace | None = None,
-    shape: ModelShape | None = None,
-) -> list[int]:
-    """The budget of each layer, in neurons of the trace, at most n_neurons."""
-    fills, slots = POLICIES[settings.policy].fills, settings.slots
-    if fills == "all":
-        return [n_neurons] * n_layers
-    if fills == "none":
-        return [0] * n_layers
-    if slots is None:
-        return [n_neurons // 4] * n_layers
-    if isinstance(slots, int):
-        return [min(slots, n_neurons)] * n_layers
-    if isinstance(slots, tuple):
-        if len(slots) != n_layers:
-            raise KairoxError(
-                f"slots has {len(slots)} numbers and the trace or model {n_layers} layers; give "
-                "one number, or one for each layer"
-            )
-        return [min(s, n_neurons) for s in slots]
-    if is_size(slots):
-        return [_slots_in(parse_bytes(slots), settings, n_neurons, shape)] * n_layers
-    if prior is None:
-        raise KairoxError(
-            f"slots {slots!r} shares the budget by the density of a prior and there is none; give "
-            "--prior, or a number of slots"
-        )
-    _, _, mean = slots.partition(":")
-    return share_by_density(int(mean) if mean else n_neurons // 4, prior)
-
-
-def _slots_in(n_bytes: int, settings: Settings, n_neurons: int, shape: ModelShape | None) -> int:
-    target = shape if settings.model_as is None else shape_of(settings.model_as)
-    if target is None:
-        raise KairoxError(
-            f"slots {settings.slots!r} is a size, and the model whose bytes count is not known; "
-            "name it with --as, or give a number of slots"
-        )
-    bundles_per_neuron = target.n_neurons / n_neurons
-    per_slot = target.n_layers * target.bundle_bytes(settings.gating) * bundles_per_neuron
-    return min(n_neurons, math.floor(n_bytes / per_slot))
-
-
-def share_by_density(mean_slots: int, prior: Trace) -> list[int]:
-    """`mean_slots` per layer on average, in proportion to how often the layer's neurons fire.
-
-    No layer gets more than its neurons; what is left over goes to the others. Whole numbers by
-    largest remainder, ties to the lowest layer; the sum is kept.
-    """
-    n_layers, n_neurons = prior.header.n_layers, prior.header.n_neurons
-    weight = counts(prior).sum(axis=1).astype(np.float64)  # [n_layers]
-    total = min(mean_slots, n_neurons) * n_layers
-    if weight.sum() == 0:
-        weight = np.ones(n_layers)
-    given = np.zeros(n_layers)  # [n_layers]
-    open_layers = np.ones(n_layers, bool)
-    while (left := total - given.sum()) > 1e-9:
-        share = np.where(open_layers, weight, 0.0)
-        if share.sum() == 0:  # only silent layers are left
-            share = open_layers.astype(np.float64)
-        given = np.minimum(given + left * share / share.sum(), n_neurons)
-        open_layers = given < n_neurons
-    whole = np.floor(given + 1e-9)
-    order = np.argsort(-(given - whole), kind="stable")
-    whole[order[: int(total - whole.sum())]] += 1
-    return [int(w) for w in whole]
-
-
-def most_frequent(prior: Trace, slots: list[int]) -> list[NDArray[np.int32]]:
-    """Per layer the `slots` neurons that fired most in the prior, ties to the lowest index."""
-    fired = counts(prior)  # [n_layers, n_neurons]
-    return [
-        np.sort(np.argsort(-fired[layer], kind="stable")[:k]).astype(np.int32)
-        for layer, k in enumerate(slots)
-    ]
 
 
 def load_prior(settings: Settings, prior: Trace | str | Path | None = None) -> Trace | None:
@@ -208,18 +280,3 @@ def require_usable(prior: Trace, evaluated: Trace) -> None:
             "the prior overlaps the tokens it would be evaluated on (same source text, meeting "
             "token ranges); record the prior from other text"
         )
-
-
-def shape_of(name_or_path: str) -> ModelShape:
-    """A model of the catalogue by name, or one described by a config.json or the folder with it."""
-    if not ("/" in name_or_path or "\\" in name_or_path or name_or_path.endswith(".json")):
-        return find_shape(name_or_path)
-    path = Path(name_or_path)
-    file = path / "config.json" if path.is_dir() else path
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise KairoxError(f"cannot read the model's {str(file)!r}: {error}") from error
-    if not isinstance(config, dict):
-        raise KairoxError(f"{str(file)!r} holds a JSON {type(config).__name__}, not an object")
-    return shape_from_config(config, name=file.parent.name or None)

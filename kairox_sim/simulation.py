@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from kairox_sim.lower_bound import common_bound, run_bound
 from kairox_sim.memory import MemoryPlan, fits
 from kairox_sim.metrics import RunResult, against, steps_frame, summarise
 from kairox_sim.model import ModelShape, require_sparse
+from kairox_sim.oracle import oracle_tpot_s
 from kairox_sim.policies import BOUNDS
 from kairox_sim.policies.linked import Linked
 from kairox_sim.prediction import OfQuality, Perfect, Predictions, as_predicted, predictions_for
@@ -46,10 +48,12 @@ def simulate(
     prior: Trace | str | Path | None = None,
     on_step: Callable[[StepRecord], None] | None = None,
     keep_slices: bool = False,
+    oracle: bool = False,
 ) -> RunResult:
     """Replay `trace` under `settings` on `hardware`, with `link` as its bus where given.
 
     prior: instead of the one `settings` name. on_step: called after each step, for progress.
+    oracle: also simulate the bypass oracle in the same slots, for the regret against it.
     keep_slices: keep the busy intervals of every resource, for a Gantt chart.
 
     Refuses (KairoxError) what does not go together: a trace of another model, a prior that has seen
@@ -99,7 +103,12 @@ def simulate(
         dense_host=settings.dispatch == "layers",
     )  # fmt: skip
     common = common_bound(trace, costs, plan, context_start=settings.context_start)
-    summary |= against(summary, bound_s=own.tpot_s, common_bound_s=common.tpot_s)
+    summary |= against(
+        summary,
+        bound_s=own.tpot_s,
+        common_bound_s=common.tpot_s,
+        oracle_s=oracle_tpot_s(trace, settings, cache.capacity, profile) if oracle else math.nan,
+    )
     return RunResult(
         steps=steps,
         summary=summary,

@@ -37,7 +37,7 @@ import pyarrow.parquet as pq
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from kairox_sim.errors import KairoxError
-from kairox_sim.metrics import METRICS, RunResult
+from kairox_sim.metrics import AGAINST, METRICS, RunResult
 from kairox_sim.outputs import require_place
 from kairox_sim.policies import POLICIES
 from kairox_sim.provenance import code_version, profile_sha256
@@ -60,6 +60,7 @@ COLUMNS: dict[str, pa.DataType] = {
     "slots": pa.float64(),  # per layer on average, as resolved
     "slots_asked": TEXT,
     **dict.fromkeys(METRICS, pa.float64()),
+    **dict.fromkeys(AGAINST, pa.float64()),
     "fits": pa.bool_(),
     "device_bytes": pa.float64(),
     "machine": TEXT,  # with the link on it
@@ -278,6 +279,7 @@ def _run_cell(
             hardware=cell.hardware,
             link=cell.link,
             prior=None if path is None else priors[path],
+            oracle=True,
         )
     except KairoxError as error:
         return {**_asked(settings, cell), **origin, "status": "refused", "why": str(error)}

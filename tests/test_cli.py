@@ -18,7 +18,7 @@ from toys import of_chunks, random_trace
 from kairox_sim.cli import COMMANDS, main
 from kairox_sim.commands.options import exec_extra
 from kairox_sim.errors import KairoxError
-from kairox_sim.metrics import METRICS, STEP_COLUMNS
+from kairox_sim.metrics import AGAINST, METRICS, STEP_COLUMNS
 from kairox_sim.settings import Settings
 from kairox_sim.trace import write_trace
 
@@ -159,7 +159,7 @@ def test_json_of_simulate_adds_up(folder: Path, policy: str, capsys: Capture) ->
     assert list(content) == [
         "labels", "summary", "totals", "warnings", "settings", "provenance",
     ]  # fmt: skip
-    assert list(content["summary"]) == list(METRICS)
+    assert list(content["summary"]) == [*METRICS, *AGAINST]
     totals = content["totals"]
     assert totals["evaluated"] == totals["hit_on_time"] + totals["residual"] > 0
     assert totals["loads"] == (

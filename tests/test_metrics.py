@@ -28,7 +28,8 @@ def record(step: int, phase: str = "decode", seq: int = 0, **other: float) -> St
         "wall_s": 0.010, "gpu_busy_s": 0.004, "cpu_busy_s": 0.003, "swap_busy_s": 0.002,
         "act_busy_s": 0.001, "predict_s": 0.0005, "decide_s": 0.0001, "wait_cpu_s": 0.003,
         "wait_io_s": 0.001, "wait_decide_s": 0.0005, "evaluated": 10, "active": 8, "predicted": 5,
-        "predicted_active": 4, "hit_resident": 5, "hit_on_time": 6, "late": 1, "residual": 4,
+        "predicted_active": 4, "hit_resident": 5, "hit_on_time": 6, "late": 1,
+        "fetched": 1, "residual": 3,
         "loads": 3, "loads_used_first": 1, "wasted": 1, "cancelled": 0, "evictions": 2,
         "h2d_bytes": 300, "threshold_scale": 1.0,
     }  # fmt: skip
@@ -39,9 +40,21 @@ RECORDS = [
     record(0, "prefill", wall_s=0.100, evaluated=1000),
     record(1, "prefill", wall_s=0.060, evaluated=1000),
     record(2),
-    record(3, wall_s=0.030, evaluated=30, hit_on_time=12, residual=18, loads=5, active=24),
+    record(
+        3, wall_s=0.030, evaluated=30, hit_on_time=12, fetched=3, residual=15, loads=5, active=24
+    ),
     record(4, "prefill", seq=1, wall_s=0.040, evaluated=1000),
-    record(5, seq=1, wall_s=0.020, evaluated=20, hit_on_time=12, residual=8, loads=0, wasted=1),
+    record(
+        5,
+        seq=1,
+        wall_s=0.020,
+        evaluated=20,
+        hit_on_time=12,
+        fetched=0,
+        residual=8,
+        loads=0,
+        wasted=1,
+    ),
 ]
 BY_HAND = {
     "n_decode": 3,
@@ -54,9 +67,10 @@ BY_HAND = {
     "hit_resident": 15 / 60,
     "hit_on_time": 30 / 60,
     "late_share": 3 / 60,
-    "residual_share": 30 / 60,
+    "fetched_share": 4 / 60,
+    "residual_share": 26 / 60,
     "evaluated_per_token": 20,
-    "residual_per_token": 10,
+    "residual_per_token": 26 / 3,
     "loads_per_layer_step": 8 / (3 * N_LAYERS),
     "wasted_share": 3 / 8,
     "h2d_bytes_per_token": 300,

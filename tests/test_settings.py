@@ -213,7 +213,10 @@ def test_controller_and_policy_with_nothing_in_common() -> None:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_every_policy_can_be_built_from_its_name_alone(policy: str) -> None:
-    cache = build_cache(Settings(policy=policy, slots=3), 2, 64, prior=random_trace())
+    cache = build_cache(
+        Settings(policy=policy, slots=3), 2, 64,
+        prior=random_trace(), profile=load_profile("pc1"), evaluated=random_trace(source="b"),
+    )  # fmt: skip
     cache.check()
 
 

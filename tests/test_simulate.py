@@ -30,12 +30,13 @@ def run(trace: Trace = TRACE, settings: Settings = BASE, **other: object) -> Run
 
 def assert_identities(result: RunResult) -> None:
     totals = result.totals
-    assert totals["evaluated"] == totals["hit_on_time"] + totals["residual"]
+    assert totals["evaluated"] == totals["hit_on_time"] + totals["fetched"] + totals["residual"]
     assert totals["loads"] == (
         totals["used"] + totals["wasted"] + totals["cancelled"] + totals["unused_yet"]
     )
     assert totals["late"] <= totals["residual"] or totals["late"] == 0
-    assert result.summary["hit_on_time"] + result.summary["residual_share"] == pytest.approx(1)
+    parts = ("hit_on_time", "fetched_share", "residual_share")
+    assert sum(result.summary[part] for part in parts) == pytest.approx(1)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -234,8 +235,10 @@ def test_what_does_not_fit_is_refused_but_the_bound_is_not() -> None:
 def test_gating_must_mean_what_the_trace_says() -> None:
     with pytest.raises(KairoxError, match="say prediction = perfect"):
         run(gating="predicted", prediction="trace")
-    with pytest.raises(KairoxError, match="say prediction = perfect"):
-        run(gating="predicted", prediction="0.9,0.9")
+    told = run(gating="predicted", prediction="0.9,0.9")
+    assert told.labels["prediction"] == "prediction of recall 0.9, precision 0.9"
+    assert told.totals["evaluated"] != run().totals["evaluated"]  # its cost is what was predicted
+    assert run(gating="dense", policy="none").totals["evaluated"] == 28 * 2 * 64 - 3 * 2 * 64
     lossy = random_trace(gating="predicted", complete=False)
     with pytest.raises(KairoxError, match="recorded with gating 'predicted'"):
         run(lossy)
@@ -275,14 +278,16 @@ def test_no_policy_headroom_is_said() -> None:
     few = run(policy="lru", slots=3)
     assert any(text.startswith("no policy headroom: 3 slots") for text in few.warnings)
     assert run(policy="lru", slots=24).warnings == ()
-    assert run(policy="tam", slots=3).warnings == ()  # a filter chooses what to keep
+    assert any("budget below one step's demand" in text for text in few.warnings)
+    filtered = run(policy="tam", slots=3).warnings  # chooses what to keep, of next to nothing
+    assert [text.partition(":")[0] for text in filtered] == ["no policy headroom"]
 
 
 def test_more_slots_than_neurons_is_said() -> None:
     n, pc1 = TRACE.header.n_neurons, load_profile("pc1")
     roomy = pc1.model_copy(update={"vram_bytes": pc1.vram_bytes.model_copy(update={"value": 1e12})})
     more = run(policy="lru", slots=n + 1, hardware=roomy)
-    assert any(text.startswith(f"{n + 1} slots asked for") for text in more.warnings)
+    assert any(text.startswith(f"budget above population: {n + 1} slots") for text in more.warnings)
     assert run(policy="lru", slots=n, hardware=roomy).warnings == ()
 
 

@@ -168,7 +168,7 @@ def test_a_row_and_a_status_for_each_cell(traces: dict[str, str], tmp_path: Path
     assert "does not fit" in by.loc["all", "warnings"]
 
     row = by.loc["static 24"]
-    again = simulate(traces["trace"], Settings.of(json.loads(row["settings"])))
+    again = simulate(traces["trace"], Settings.of(json.loads(row["settings"])), oracle=True)
     for name, value in again.summary.items():
         assert row[name] == pytest.approx(value, nan_ok=True)
     assert row["trace_sha256"] == again.provenance["trace_sha256"]
@@ -179,8 +179,8 @@ def test_a_row_and_a_status_for_each_cell(traces: dict[str, str], tmp_path: Path
 
 def test_no_headroom_is_in_its_row(traces: dict[str, str]) -> None:
     table = sweep(spec(traces, grid={"policy": ["lru", "tam"], "slots": [2, 24]}))
-    said = table.set_index("label")["warnings"].fillna("").str.startswith("no policy headroom")
-    assert said.to_dict() == {"lru 2": True, "lru 24": False, "tam 2": False, "tam 24": False}
+    said = table.set_index("label")["warnings"].fillna("").str.contains("no policy headroom")
+    assert said.to_dict() == {"lru 2": True, "lru 24": False, "tam 2": True, "tam 24": False}
 
 
 def test_a_broken_cell_does_not_lose_the_others(

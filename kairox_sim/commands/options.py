@@ -22,19 +22,25 @@ if TYPE_CHECKING:
 SettingsFile = Annotated[
     Path | None, typer.Option("--settings", help="A settings file, such as the one `best` writes.")
 ]
-Policy = Annotated[
-    str | None, typer.Option(help="tam, lru, lfu, static, or a bound: all, none. [default: tam]")
+SystemName = Annotated[
+    str | None, typer.Option("--system", help="A preset of all of these; see `kairox systems`.")
 ]
-Controller = Annotated[str | None, typer.Option(help="fixed or anb. [default: fixed]")]
+Policy = Annotated[
+    str | None, typer.Option(help="What moves, see `kairox policies`. [default: tam]")
+]
+Controller = Annotated[
+    str | None, typer.Option(help="What adapts, see `kairox policies`. [default: fixed]")
+]
 Slots = Annotated[
     str | None,
     typer.Option(
-        help="Neurons resident per layer: N; a,b,.. for each layer; density or density:N; or the "
-        "size of all of them, such as 4GiB. [default: a quarter]"
+        help="Neurons resident per layer: N; a,b,.. for each layer; density or density:N; the size "
+        "of all of them, such as 4GiB; vram: what fits; all; ngl or ngl:N: the last N layers "
+        "whole. [default: a quarter]"
     ),
 ]
 Gating = Annotated[
-    str | None, typer.Option(help="oracle, exact, screened or predicted. [default: exact]")
+    str | None, typer.Option(help="oracle, exact, screened, predicted or dense. [default: exact]")
 ]
 ModelAs = Annotated[
     str | None, typer.Option("--as", help="Replay at the costs of this model (a stand-in).")
@@ -59,6 +65,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables
 def settings_from(
     base: Path | None = None,
     *,
+    system: str | None = None,
     policy: str | None = None,
     controller: str | None = None,
     slots: str | None = None,
@@ -71,6 +78,7 @@ def settings_from(
     from kairox_sim.settings import Settings
 
     given = {
+        "system": system,
         "policy": policy,
         "controller": controller,
         "slots": slots,

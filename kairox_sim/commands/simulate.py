@@ -19,6 +19,7 @@ from kairox_sim.commands.options import (
     SetKeys,
     SettingsFile,
     Slots,
+    SystemName,
     print_json,
     print_warnings,
     progress,
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 def simulate(
     trace: Annotated[Path, typer.Argument(help="A trace that `kairox record` wrote.")],
     settings: SettingsFile = None,
+    system: SystemName = None,
     policy: Policy = None,
     controller: Controller = None,
     slots: Slots = None,
@@ -47,12 +49,17 @@ def simulate(
     slices: Annotated[
         Path | None, typer.Option(help="Write the busy intervals to this Parquet file.")
     ] = None,
+    oracle: Annotated[
+        bool, typer.Option(help="Simulate the bypass oracle too, for the regret against it.")
+    ] = True,
     as_json: Json = False,
 ) -> None:
     """Replay a trace through a cache on a modelled machine, and sum up what it took.
 
     Ratios and times are of decode steps. A trace without any gives an empty report, a warning and
     exit code 0; bad input gives one message and exit code 2.
+
+    Example: kairox simulate eval.arrow --system powerinfer --prior prior.arrow --as prosparse-7b
 
     Example: kairox simulate eval.arrow --policy tam --controller anb --slots 224
     --hardware pc1 --link pcie3 --as prosparse-7b --set prediction=perfect
@@ -62,6 +69,7 @@ def simulate(
 
     chosen = settings_from(
         settings,
+        system=system,
         policy=policy,
         controller=controller,
         slots=slots,
@@ -80,6 +88,7 @@ def simulate(
             link=link,
             on_step=lambda _: bar.advance(task),
             keep_slices=slices is not None,
+            oracle=oracle,
         )
     if steps is not None:
         result.steps.to_parquet(steps, index=False)
@@ -107,7 +116,7 @@ def print_result(result: RunResult) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from kairox_sim.metrics import METRICS
+    from kairox_sim.metrics import AGAINST, METRICS
 
     labels = result.labels
     table = Table(
@@ -118,7 +127,7 @@ def print_result(result: RunResult) -> None:
     table.add_column("value", justify="right")
     table.add_column("unit")
     for name, value in result.summary.items():
-        unit = METRICS[name][1]
+        unit = (METRICS | AGAINST)[name][1]
         scale, shown = (1e3, "ms") if unit == "s" else (1.0, unit)
         table.add_row(name, "unknown" if value != value else f"{value * scale:.4g}", shown)
     Console().print(table)

@@ -52,3 +52,38 @@ def systems(
     wide_console().print(table)
     if system.decided:
         wide_console().print(f"Decided here: {system.decided}", markup=False, highlight=False)
+
+
+def policies(as_json: Json = False) -> None:
+    """List policies and controllers: what each one is, what it reads or sets, its parameters.
+
+    Example: kairox policies --json
+    """
+    from rich.table import Table
+
+    from kairox_sim.controllers import CONTROLLERS
+    from kairox_sim.policies import POLICIES
+    from kairox_sim.settings_file import controller_parameters, policy_parameters
+
+    rows = [
+        ("policy", name, _line(made), sorted(made.knobs), policy_parameters(name))
+        for name, made in POLICIES.items()
+    ]
+    rows += [
+        ("controller", name, _line(made), sorted(made.sets), controller_parameters(name))
+        for name, made in CONTROLLERS.items()
+    ]
+    if as_json:
+        keys = ("kind", "name", "line", "knobs", "parameters")
+        print_json([dict(zip(keys, row, strict=True)) for row in rows])
+        return
+    table = Table("kind", "name", "what it does", "knobs", "parameters")
+    for kind, name, line, knobs, parameters in rows:
+        table.add_row(kind, name, line, ", ".join(knobs), ", ".join(parameters))
+    wide_console().print(table)
+
+
+def _line(made: type) -> str:
+    """The first sentence of a class's docstring."""
+    paragraph = (made.__doc__ or "").split("\n\n")[0]
+    return " ".join(paragraph.split())

@@ -41,6 +41,7 @@ POLICIES: dict[str, type[Policy]] = {
     "none": NoneResident,
 }
 BOUNDS = ("all", "none")  # not something to choose: what the others lie between
+ORACLES = ("belady", "belady_bypass")  # nor is this: they know the future
 
 
 def build_policy(
@@ -65,6 +66,7 @@ _NEEDS = {
 
 __all__ = [
     "BOUNDS",
+    "ORACLES",
     "POLICIES",
     "AllResident",
     "Arc",
