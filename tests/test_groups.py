@@ -128,8 +128,10 @@ def test_repair_gives_exact_sizes_and_moves_no_more_than_it_must(
     assert np.array_equal(repaired(part, edges, size), fixed)
 
 
-def test_metis_finds_planted_groups() -> None:
-    """Neurons i, i + 8, i + 16, i + 24 fire together, with noise."""
+@pytest.mark.parametrize("weight_sum_max", [2**30, 2000])
+def test_metis_finds_planted_groups(monkeypatch: pytest.MonkeyPatch, weight_sum_max: int) -> None:
+    """Neurons i, i + 8, i + 16, i + 24 fire together, with noise; also with weights scaled down."""
+    monkeypatch.setattr("kairox_sim.groups._WEIGHT_SUM_MAX", weight_sum_max)
     rng = np.random.default_rng(1)
     masks = np.tile(rng.random((400, 8)) < 0.2, (1, 4)) ^ (rng.random((400, 32)) < 0.02)
     trace = from_masks(masks[:, None])
