@@ -11,7 +11,7 @@ setup: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[exec,notebook,dev]"
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[exec,group,notebook,dev]"
 	touch $(STAMP)
 
 # Record, calibrate, sweep, draw, run the best live and compare: on the shipped model, without a GPU.
