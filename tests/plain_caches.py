@@ -72,10 +72,10 @@ def sieve(stream: Sequence[int], capacity: int) -> list[bool]:
 def s3fifo(stream: Sequence[int], capacity: int) -> list[bool]:
     """Yang et al., SOSP '23, with the choices of libCacheSim.
 
-    Small holds a tenth, rounded down; the ghost nine tenths of the capacity. Two uses in small
+    Small holds a tenth, rounded down but not to 0; the ghost nine tenths of the capacity. Two uses in small
     lead to main. Until something was first evicted, what does not fit in small goes to main.
     """
-    n_small, n_ghost = int(capacity * 0.1), int(capacity * 0.9)
+    n_small, n_ghost = max(1, int(capacity * 0.1)), int(capacity * 0.9)
     n_main = capacity - n_small
     small: deque[int] = deque()  # oldest first, as main and ghost
     main: deque[int] = deque()
@@ -108,9 +108,9 @@ def s3fifo(stream: Sequence[int], capacity: int) -> list[bool]:
                     main.append(oldest)
                     continue
                 del uses[oldest]
-                if len(ghost) == n_ghost:
-                    ghost.popleft()
                 ghost.append(oldest)
+                if len(ghost) > n_ghost:
+                    ghost.popleft()
                 break
         uses[neuron] = 0
         if remembered or (not evicted_yet and len(small) >= n_small):
