@@ -16,7 +16,7 @@ from kairox_sim.cache import NeuronCache
 from kairox_sim.errors import KairoxError
 from kairox_sim.events import Event
 from kairox_sim.future_uses import future_of
-from kairox_sim.groups import group_neurons, read_groups
+from kairox_sim.groups import group_neurons, read_groups, require_unseen
 from kairox_sim.hardware import HardwareProfile
 from kairox_sim.linking import link_order
 from kairox_sim.model import ModelShape
@@ -87,7 +87,11 @@ def build_cache(
         settings, n_layers, n_neurons,
         prior=prior, shape=shape, profile=profile, context_len=context_len,
     )  # fmt: skip
-    members = None if settings.groups is None else groups_of(settings, n_layers, n_neurons, prior)
+    members = (
+        None
+        if settings.groups is None
+        else groups_of(settings, n_layers, n_neurons, prior, evaluated)
+    )
     position = None if settings.layout == "natural" else link_order(_needed(prior, "its links"))
     known = Known(
         rng=np.random.default_rng(settings.seed),
@@ -122,12 +126,21 @@ def build_cache(
 
 
 def groups_of(
-    settings: Settings, n_layers: int, n_neurons: int, prior: Trace | None
+    settings: Settings,
+    n_layers: int,
+    n_neurons: int,
+    prior: Trace | None,
+    evaluated: Trace | None = None,
 ) -> NDArray[np.int32]:
-    """[n_layers, n_groups, size] members of the groups that `settings` names."""
+    """[n_layers, n_groups, size] members of the groups that `settings` names.
+
+    Groups of a file that were learnt from tokens of `evaluated` are refused.
+    """
     named = str(settings.groups)
     if named.endswith(".parquet"):
         groups = read_groups(named)
+        if evaluated is not None:
+            require_unseen(groups, evaluated)
     else:
         method, _, size = named.partition(":")
         groups = group_neurons(prior, n_layers, n_neurons, int(size), method, settings.seed)
