@@ -150,20 +150,19 @@ def _copy_sync_s(profile: HardwareProfile, copies_per_sync: int | None) -> float
         return 0.0
     if copies_per_sync < 1:
         raise KairoxError(f"copies_per_sync is {copies_per_sync}, must be at least 1")
-    sync = getattr(profile.h2d, "sync_fixed_s", None)
+    sync = profile.h2d.sync_fixed_s
     if sync is None:
         raise KairoxError(
             f"copies_per_sync is {copies_per_sync} and profile {profile.name!r} does not say what "
             "a synchronisation costs; give it h2d.sync_fixed_s, or leave copies_per_sync out"
         )
-    return float(sync.value) / copies_per_sync
+    return sync.value / copies_per_sync
 
 
 def _evaluated_share(shape: ModelShape, gating: str) -> float:
     if gating != "dense":
         return 1.0
-    dense = getattr(shape, "dense_neurons", None)
-    return 1.0 if dense is None else float(dense / shape.n_neurons)
+    return shape.dense_neurons / shape.n_neurons
 
 
 def _require_positions(

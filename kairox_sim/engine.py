@@ -155,7 +155,8 @@ class _Engine:
                 f"the cache was made for {made_for} and the run is for {self.trigger!r}; "
                 "give both the same trigger"
             )
-        if self.plans and self.trigger in (*LOOK_AHEAD, "serial") and self.predictions is None:
+        told = self.predictions is not None or self.costs.gating == "dense"
+        if self.plans and self.trigger in (*LOOK_AHEAD, "serial") and not told:
             raise KairoxError(
                 f"trigger {self.trigger!r} plans from predictions and none were given; "
                 "use a trace with a predicted column or predictions of the active set"
@@ -218,7 +219,9 @@ class _Engine:
             compute("gate", layer, durations.gate)
             yield from self._ffn(layer, step)
         if self.plans and self.trigger in LOOK_AHEAD and not self.n_own:
-            yield from self.planner.plan(0, step.last_active(0), None)
+            dense = costs.gating == "dense"
+            of_last = self.all_ids if dense else step.last_active(0)
+            yield from self.planner.plan(0, of_last, None)
         compute("head", -1, durations.head)
 
     def _look_ahead(self, layer: int, step: TraceStep) -> Process:
@@ -228,10 +231,14 @@ class _Engine:
     def _predict_and_plan(self, layer: int, step: TraceStep) -> Process:
         if self.plans or self.costs.gating == "predicted":
             self._predict(layer, self._durations(step.n_tokens).predict)
-        if self.plans:
-            assert self.predictions is not None
-            ids, share = self.predictions.of(step, layer, self._evaluated(layer, step))
-            yield from self.planner.plan(layer, ids, share)
+        if not self.plans:
+            return
+        if self.costs.gating == "dense":  # nothing to predict: all of them
+            yield from self.planner.plan(layer, self.all_ids, None)
+            return
+        assert self.predictions is not None
+        ids, share = self.predictions.of(step, layer, self._evaluated(layer, step))
+        yield from self.planner.plan(layer, ids, share)
 
     def _predict(self, layer: int, duration_ns: int) -> None:
         self.stream.tally.predict += duration_ns

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from hypothesis import strategies as st
@@ -32,6 +32,8 @@ class Case:
     anb: bool
     perfect: bool
     machine: dict
+    dispatch: str = "concurrent"
+    lookahead_from: int = 1
 
     def trace(self):
         return of_chunks(
@@ -72,6 +74,8 @@ class Case:
             late=self.late,
             predictions=Perfect() if self.perfect else OfQuality(0.7, 0.6, N_NEURONS, seed=3),
             landings=landings,
+            dispatch=self.dispatch,
+            lookahead_from=self.lookahead_from,
             keep_slices=True,
         )
         return run, cache
@@ -98,7 +102,8 @@ def chunks(draw, n_layers):
 
 
 @st.composite
-def machines(draw, **fixed):
+def machines(draw, new=False, **fixed):
+    """new: with what later systems may choose."""
     machine = {
         "attention": draw(st.sampled_from([0, 5, 100])),
         "gate": draw(st.sampled_from([0, 10])),
@@ -120,7 +125,29 @@ def machines(draw, **fixed):
         "decide_blocks_gpu": draw(st.booleans()),
         "gating": draw(st.sampled_from(["exact", "oracle", "predicted"])),
     }
+    if new:
+        machine["gating"] = draw(st.sampled_from(["exact", "oracle", "predicted", "dense"]))
+        machine["handovers"] = draw(st.sampled_from([1, 2]))
+        machine["copies"] = draw(st.sampled_from(["gather", "bundle", "matrix", "row"]))
+        machine["copy_sync"] = draw(st.sampled_from([0, 3]))
+        if machine["copies"] in ("bundle", "row") and draw(st.booleans()):
+            rng = np.random.default_rng(draw(st.integers(0, 9)))
+            order = [rng.permutation(N_NEURONS).tolist() for _ in range(3)]
+            machine["position"] = order
     return machine | fixed
+
+
+@st.composite
+def systems(draw, **fixed):
+    """Any dispatch of neurons, with calling off, look-ahead from a layer on and copies modes."""
+    case = draw(cases())
+    return replace(
+        case,
+        machine=draw(machines(new=True, **fixed)),
+        dispatch=draw(st.sampled_from(["concurrent", "serial", "gpu", "cost"])),
+        late=draw(st.sampled_from(["cpu", "stall", "cancel"])),
+        lookahead_from=draw(st.sampled_from([0, 1, 2, 3])),
+    )
 
 
 @st.composite

@@ -85,7 +85,7 @@ def costs(
     return CostModel(
         shape=SHAPE,
         gating=gating,
-        predictor="rank",
+        predictor="none" if gating == "dense" else "rank",
         bundles_per_neuron=1.0,
         layers_ratio=1.0,
         swap_neurons=swap_neurons,
