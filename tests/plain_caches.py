@@ -72,8 +72,8 @@ def sieve(stream: Sequence[int], capacity: int) -> list[bool]:
 def s3fifo(stream: Sequence[int], capacity: int) -> list[bool]:
     """Yang et al., SOSP '23, with the choices of libCacheSim.
 
-    Small holds a tenth, rounded down but not to 0; the ghost nine tenths of the capacity. Two uses in small
-    lead to main. Until something was first evicted, what does not fit in small goes to main.
+    Small holds a tenth, rounded down but not to 0; the ghost nine tenths of the capacity. Two uses
+    in small lead to main. Until something was evicted, what does not fit in small goes to main.
     """
     n_small, n_ghost = max(1, int(capacity * 0.1)), int(capacity * 0.9)
     n_main = capacity - n_small

@@ -153,11 +153,11 @@ def _oldest_first(members: NDArray[np.bool_], stamp: NDArray[np.int64]) -> deque
 class S3FifoSegments:
     """S3-FIFO whose long segments are admitted by chance: Ripple's linking-aligned caching.
 
-    Ripple (arXiv 2410.19274, section 5.2) reads neurons that fire together from places side by
-    side and admits such a segment with lower probability than a neuron on its own, since it is
-    cheap to read again. The paper gives neither length nor probability. Decided here: `segment` or
-    more missing neurons at consecutive places of `position` are a segment; one draw of the given
-    generator per segment and step, lowest place first, admits all of it with `segment_admit`.
+    Ripple (arXiv 2410.19274; Neuralink, ASPLOS '25) puts neurons that fire together side by side
+    and admits a long stretch of them with lower probability than a neuron on its own, since it is
+    cheap to read again. Length and probability are decided here: `segment` or more missing neurons
+    at consecutive places of `position` are a segment; one draw of the given generator per segment
+    and step, lowest place first, admits all of it with `segment_admit`.
     """
 
     knobs: ClassVar[frozenset[str]] = frozenset({"max_swaps"})

@@ -13,7 +13,7 @@ from kairox_sim.policies.ranked import admit_seen
 
 
 class Window:
-    """Keep what was active in the last k tokens (LLM in a Flash, arXiv 2312.11514, section 3.1).
+    """Keep what was active in the last k tokens (LLM in a Flash, arXiv 2312.11514).
 
     What is missing is loaded and what left the window is given up at once, needed or not, as the
     paper's pre-allocated matrix does: so this one evicts with slots to spare. The paper sizes its
