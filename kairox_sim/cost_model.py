@@ -197,14 +197,10 @@ class CostModel:
         )
         return n_bytes * reads_per_item, n_reads * reads_per_item * self._copy_s
 
-    def fetch_s(self, layer: int, ids: NDArray[np.int32], part: int) -> float:
-        """Copying these on demand, `part` at a time, alone on the link and on DRAM."""
-        if self.position is None:
-            whole, rest = divmod(ids.size, part)
-            return whole * self.swap_s(part) + self.swap_s(rest)
-        rate = min(self.h2d_bytes_per_s, self.dram_bytes_per_s)
-        swaps = [self.swap_of(layer, ids[at : at + part]) for at in range(0, ids.size, part)]
-        return sum(fixed_s + n_bytes / rate for n_bytes, fixed_s in swaps)
+    def swap_of_s(self, layer: int, ids: NDArray[np.int32]) -> float:
+        """The swap of these alone on the link and on DRAM."""
+        n_bytes, fixed_s = self.swap_of(layer, ids)
+        return fixed_s + n_bytes / min(self.h2d_bytes_per_s, self.dram_bytes_per_s)
 
     def host_path_s(self, n_neurons: int, n_tokens: int) -> float:
         """Residual neurons through the host, hand-overs included, on an idle machine; 0 for none.

@@ -13,6 +13,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from itertools import accumulate
 from typing import Literal, get_args
 
 from kairox_sim.cost_model import CostModel
@@ -42,6 +43,8 @@ def cheapest_split(costs: CostModel, layer: int, residual: Ids, n_tokens: int, p
     and the first k that reaches it are found by bisection.
     """
     n = residual.size
+    whole = (residual[at : at + part] for at in range(0, n - n % part, part))
+    landed_s = [0.0, *accumulate(costs.swap_of_s(layer, ids) for ids in whole)]  # after so many
 
     def host_ns(k: int) -> int:
         return to_ns(costs.host_path_s(n - k, n_tokens))
@@ -49,7 +52,10 @@ def cheapest_split(costs: CostModel, layer: int, residual: Ids, n_tokens: int, p
     def device_ns(k: int) -> int:
         if k == 0:
             return 0
-        return to_ns(costs.fetch_s(layer, residual[:k], part) + costs.ffn_gpu_s(k, n_tokens))
+        copies_s = landed_s[k // part]
+        if k % part:
+            copies_s += costs.swap_of_s(layer, residual[k - k % part : k])
+        return to_ns(copies_s + costs.ffn_gpu_s(k, n_tokens))
 
     ks = range(n + 1)
     crossing = bisect_left(ks, True, key=lambda k: device_ns(k) >= host_ns(k))  # at n, host_ns is 0

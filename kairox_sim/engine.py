@@ -63,7 +63,8 @@ def run_trace(
     """Replay `trace` through `cache` at `costs`.
 
     trigger, late: when plans are made and what happens to late copies; the policy's own by default.
-    The cache must have been made for the same trigger.
+    The cache must have been made for the same trigger. late = cancel: once a layer computes, those
+    of its copies that have not begun are called off, and what they would have displaced is back.
     predictions: what the predictor says, needed by look-ahead and serial triggers.
     landings: swap ids per poll, replayed from a live run instead of decided by time; nothing waits
     for a landing then.

@@ -53,7 +53,7 @@ class StepRecord:
     wall_s: float
     gpu_busy_s: float  # T_gpu: union of GPU work inside the step
     cpu_busy_s: float  # T_cpu: union of the pool's work on residual rows
-    swap_busy_s: float  # T_io: union of h2d time carrying swaps
+    swap_busy_s: float  # T_io: union of h2d time carrying swaps and copies made on demand
     act_busy_s: float  # transfers of x and of partial sums, both directions
     predict_s: float  # part of gpu_busy_s
     decide_s: float  # the policy's own thinking
@@ -74,7 +74,8 @@ class StepRecord:
     wasted: float  # loads evicted before their first use
     cancelled: float
     evictions: float
-    h2d_bytes: float  # bytes of the loads issued
+    h2d_bytes: float  # of the loads issued (landed, if copies are called off) and of the fetched;
+    # gaps read through included
     threshold_scale: float  # the knob in force during this step; nan if nothing reads it
 
     @classmethod

@@ -192,7 +192,9 @@ def test_the_split_is_the_best_of_all(n, n_tokens, part, copies, linked, **machi
     residual = np.sort(np.random.default_rng(part).permutation(60)[:n]).astype(np.int32)
 
     def takes(k):
-        device_s = model.fetch_s(0, residual[:k], part) + model.ffn_gpu_s(k, n_tokens) if k else 0
+        parts = [residual[at : min(k, at + part)] for at in range(0, k, part)]
+        device_s = sum(model.swap_of_s(0, ids) for ids in parts)
+        device_s += model.ffn_gpu_s(k, n_tokens) if k else 0
         return max(round(1e9 * model.host_path_s(n - k, n_tokens)), round(1e9 * device_s))
 
     assert cheapest_split(model, 0, residual, n_tokens, part) == min(range(n + 1), key=takes)
