@@ -1,12 +1,12 @@
 """The audit's last column: what our own objects say of a row of the guide.
 
-Rows about a rule or a cost are answered by the object itself. Rows about the throughput of a system
-are answered by `throughput`, once runs of the systems on the guide's first machine are given to it.
+Rows about a rule or a cost are answered by the object itself; rows about the throughput of a system
+by runs of the systems on the guide's first machine (guide_runs), where they are given.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
@@ -21,21 +21,14 @@ from kairox_sim.workload_presets import PRESETS
 
 SYSTEM_ROWS = {"T1": "llama.cpp", "T2": "PowerInfer", "T3": "Q-Infer", "T4": "Neuralink",
                "T5": "Kairox"}  # fmt: skip
-NOT_SIMULATED = "-"
+NOT_SIMULATED, NOT_RUN = "-", "not run"
 
 
-def simulated(item: str, basis: Basis, runs: dict[str, float] | None = None) -> str:
-    """What our simulator says of one row. `runs`: system -> tokens/s, ProSparse-13B on `pc1`."""
+def simulated(item: str, basis: Basis, runs: Mapping[str, str] | None = None) -> str:
+    """What our simulator says of one row. `runs`: system -> what its runs say."""
     if item in SYSTEM_ROWS:
-        return throughput(SYSTEM_ROWS[item], runs or {})
+        return (runs or {}).get(SYSTEM_ROWS[item], NOT_RUN)
     return ANSWERS[item](basis) if item in ANSWERS else NOT_SIMULATED
-
-
-def throughput(system: str, runs: dict[str, float]) -> str:
-    """Tokens/s of a simulated run of the system, where one was made."""
-    if system not in runs:
-        return "not run; give runs of the systems"
-    return f"{runs[system]:.2f} tokens/s (simulated, synthetic trace)"
 
 
 def costs_13b(basis: Basis) -> CostModel:

@@ -17,6 +17,7 @@ from experiments.published import audit_arithmetic, audit_paper, audit_rules, au
 from experiments.published.audit_basis import AuditRow, Basis, Machine
 from experiments.published.audit_simulated import simulated
 from experiments.published.data import SOURCES, source_hashes
+from experiments.published.guide_runs import described
 from experiments.published.tables import footer, markdown, provenance, write_csv
 from kairox_sim.errors import KairoxError
 from kairox_sim.hardware import load_profile
@@ -70,11 +71,13 @@ def main(arguments: list[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("-o", "--out", type=Path, default=Path("out/published"))
+    parser.add_argument("--no-runs", action="store_true", help="leave out runs of the systems")
     given = parser.parse_args(arguments)
     folder = require_folder(given.out, "audit page")
     basis = Basis()
     rows = all_rows(basis)
-    table = cells(rows, {row.item: simulated(row.item, basis) for row in rows})
+    runs = None if given.no_runs else described()
+    table = cells(rows, {row.item: simulated(row.item, basis, runs) for row in rows})
     profiles = {f"profile {n}": profile_sha256(load_profile(n)) for n in MACHINES}
     origin = provenance({**source_hashes(*SOURCES), **profiles})
     numbers = [
