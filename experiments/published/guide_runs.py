@@ -60,10 +60,14 @@ def run(system: str, persistence: float, n_layers: int = 4, n_tokens: int = 100)
     """
     if system == "llama.cpp":
         n_layers, n_tokens = find_workload(MODEL).n_layers, 4
-    settings = Settings(
-        system=system, model_as=MODEL, context_start=CONTEXT - n_tokens,
-        **({"groups": GROUPS} if system in GROUPED else {}),
-    )  # fmt: skip
+    fields: dict[str, object] = {
+        "system": system,
+        "model_as": MODEL,
+        "context_start": CONTEXT - n_tokens,
+    }
+    if system in GROUPED:
+        fields["groups"] = GROUPS
+    settings = Settings.model_validate(fields)
     trace, prior = (_sets(persistence, n_layers, n_tokens, seed) for seed in (1, 2))
     s = simulate(trace, settings, hardware=MACHINE, prior=prior).summary
     whole = find_workload(MODEL).n_layers / n_layers * 1e3
