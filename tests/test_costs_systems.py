@@ -15,6 +15,7 @@ from kairox_sim.costs import COPIES, CostModel, costs_for, fits, max_layers
 from kairox_sim.errors import KairoxError
 from kairox_sim.hardware import HardwareProfile, load_profile
 from kairox_sim.model import ModelShape, find_shape
+from kairox_sim.whole_layers import ops_of_step
 
 PC1 = load_profile("pc1")
 PROSPARSE = find_shape("prosparse-7b")
@@ -181,6 +182,16 @@ def test_a_layer_on_the_host_by_hand() -> None:
     small = costs(gating="dense", trace_layers=6, trace_neurons=896)
     assert small.dense_ffn_cpu_s(896, 1) == pytest.approx(model.dense_ffn_cpu_s(11_008, 1))
     assert small.head_cpu_s(1) == pytest.approx(model.head_cpu_s(1) * 6 / 32)
+
+
+def test_a_chunk_crosses_whole_and_its_last_token_alone_goes_to_the_head() -> None:
+    model = costs(gating="dense")
+    ops = ops_of_step(model, [False, True], 11_008, 64, 64)
+    crossings = {op.lane: op.ns for op in ops if op.name == "x"}
+    assert crossings == {
+        "h2d": round(1e9 * (6e-6 + 64 * 8192 / 24.5e9)),
+        "d2h": round(1e9 * (6e-6 + 8192 / 24.5e9)),
+    }
 
 
 # Refusals

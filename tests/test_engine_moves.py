@@ -250,3 +250,16 @@ def test_context_before_the_trace_is_in_the_record():
     cache = new_cache(Static(2, 8), slots=0)
     run = simulate([BOTH, BOTH], cache, costs(), predictions=None, context_start=1000)
     assert [r.context_len for r in run.records] == [1001, 1002]
+
+
+def test_a_running_copy_is_still_unfinished_in_the_next_step():
+    """The copy behind it was called off, and it is the one that tells."""
+    controller = Listening()
+    cache = new_cache(Scripted(([2], []), ([], []), ([3, 4], [])), controller=controller,
+                      swap_neurons=1)  # fmt: skip
+    # Nobody fires: FFN(1) is at 270, 620 and 970. The first plan's copy is 129-1129; what step 1
+    # plans waits behind it and is called off; that one goes on.
+    simulate([[[[]], [[]]]] * 3, cache, costs(copy_fixed=998), late="cancel",
+             predictions=Said([[], [2]]))  # fmt: skip
+    assert cache.journal.cancelled == [1, 2]
+    assert [io for io, _ in controller.heard] == [[False, True], [False, True], [False, True]]
