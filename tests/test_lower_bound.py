@@ -220,6 +220,12 @@ def test_it_is_reached_where_nothing_overlaps() -> None:
     # The host computes every neuron while the GPU, much faster, is as good as idle.
     own, _ = reach({"policy": "none"}, a_machine(gpu=4e14, cpu=4e9, link=1e8, dram=4e10))
     assert own > 0.9
+    # All of it comes over a link that is faster than the host computes.
+    own, _ = reach(
+        {"policy": "static", "slots": 0, "dispatch": "gpu"},
+        a_machine(gpu=4e14, cpu=1e9, link=2e10, dram=7e10),
+    )
+    assert 0.9 < own <= 1
 
 
 @pytest.mark.parametrize("layers", ["ngl:0", "ngl:16", "ngl:32"])
