@@ -187,8 +187,8 @@ def test_a_binding_cap_takes_the_first_pairs_by_index() -> None:
 
 
 def test_free_slots_are_filled_first() -> None:
-    assert moves(TamReleased(1, 6), [[4, 5]], 3) == [([0, 4, 5], [])]
-    assert moves(TamReleased(1, 6), [[4, 5]], 3, warm=[2]) == [([0, 4, 5], [2])]
+    assert moves(TamReleased(1, 6), [[4, 5]], 3) == [([4, 5], [])]
+    assert moves(TamReleased(1, 6), [[4, 5]], 2, warm=[2]) == [([4, 5], [2])]
     assert moves(TamReleased(1, 6, ties="resident"), [[4, 5]], 3, warm=[2]) == [([4, 5], [])]
 
 
@@ -207,11 +207,10 @@ def test_ties_at_the_boundary(ties: str, expected: tuple[list[int], list[int]]) 
     assert moves(TopK(1, 6, ties=ties), sets, 2, warm=[3, 5]) == [expected]
 
 
-def test_without_a_filter_zeros_fill_up() -> None:
-    """A layer that starts with other than its lowest ids is refilled by the tie rule alone."""
-    assert moves(TamReleased(1, 6), [[]], 2, warm=[4, 5]) == [([0, 1], [4, 5])]
-    assert moves(TamReleased(1, 6), [[]], 2, warm=[0, 1]) == [([], [])]
-    assert moves(TamReleased(1, 6, ties="high"), [[]], 2, warm=[0, 1]) == [([4, 5], [0, 1])]
+@pytest.mark.parametrize("ties", ["low", "high", "resident"])
+def test_what_never_scored_neither_comes_nor_goes_for_its_like(ties: str) -> None:
+    for warm in ([4, 5], [0, 1]):
+        assert moves(TamReleased(1, 6, ties=ties), [[]], 2, warm=warm) == [([], [])]
     assert moves(TamReleased(1, 6, tau=0.0), [[]], 2, warm=[4, 5]) == [([], [])]
 
 
@@ -317,8 +316,7 @@ def test_released_against_a_plain_loop(layer, ties: str, tau: bool) -> None:
         "resident": lambda i: (-score[i], i not in inside, i),
     }
     movable = [i for i, s in enumerate(state) if s in (ABSENT, RESIDENT)]
-    if tau:
-        movable = [i for i in movable if np.float32(score[i]) > np.float32(0.33)]
+    movable = [i for i in movable if np.float32(score[i]) > np.float32(0.33 if tau else 0)]
     wanted = set(sorted(movable, key=orders[ties])[: len(inside) + free_slots])
     assert load == sorted(wanted - inside)[:limit]
     assert evict == sorted(inside - wanted)[: max(0, len(load) - free_slots)]

@@ -34,7 +34,8 @@ class TamReleased:
     """Kairox as its authors released it (the OSDI '26 artifact "Anhelor", and SparkInfer).
 
     S = decay*S + (1 - decay)*A over groups; the wanted set is the top `capacity` of all S, with no
-    filter: zeros fill up what is left. `tau` gives the paper's filter, S > tau, back (0.33 for the
+    filter. Only what never scored is not loaded, and gives its slot to what did: the code begins
+    with full slots, and which zeros its sort would put there says nothing. `tau` gives the paper's filter, S > tau, back (0.33 for the
     decay of 0.67); then residents below it stay until a load takes their slot. Old and new set are
     compared as masks: the i-th missing id, by index, is loaded over the i-th superfluous one, so
     loads and evictions are equal in number (free slots, which the code never has after its start,
@@ -79,7 +80,7 @@ class TamReleased:
         decay = self.decay if knobs.decay is None else knobs.decay
         assert not isinstance(decay, tuple)
         score = self.momentum.at(layer, decay)
-        return _swap_masks(score, self.tau, self.ties, state, free_slots, limit)
+        return _swap_masks(score, self.tau or 0.0, self.ties, state, free_slots, limit)
 
 
 class TopK:
@@ -114,14 +115,12 @@ class TopK:
 
 
 def _swap_masks(
-    score: Share, tau: float | None, ties: Ties, state: State, free_slots: int, limit: int
+    score: Share, tau: float, ties: Ties, state: State, free_slots: int, limit: int
 ) -> tuple[Ids, Ids]:
     """(load, evict): the differences of the old and the wanted set, both in index order."""
     resident, absent = state == RESIDENT, state == ABSENT
     capacity = int(np.count_nonzero(resident)) + free_slots
-    may = resident | absent
-    if tau is not None:
-        may &= score > np.float32(tau)
+    may = (resident | absent) & (score > np.float32(tau))
     ids = may.nonzero()[0].astype(np.int32)
     if ids.size > capacity:
         ids = ids[top(best_first(ids, score, state, ties), capacity)]
