@@ -26,8 +26,15 @@ from kairox_sim.events import Event
 from kairox_sim.hardware import HardwareProfile, LinkProfile, scaled
 from kairox_sim.model import CATALOGUE, ModelShape, shape_from_config
 from kairox_sim.policies import POLICIES
-from kairox_sim.settings import Settings, build_cache, load_prior, predictor_of, shape_of
-from kairox_sim.simulation import machine
+from kairox_sim.settings import (
+    Settings,
+    build_cache,
+    group_size,
+    load_prior,
+    predictor_of,
+    shape_of,
+)
+from kairox_sim.simulation import machine, of_groups
 from kairox_sim.trace import Trace
 
 DEVICES = ("auto", "cuda", "emulated", "cpu")
@@ -178,7 +185,7 @@ def device_for(
     predictor = predictor_of(settings)
     if predictor == "none" and always_predict:
         predictor = "lookahead"
-    device, _ = build_device(
+    device, costs = build_device(
         name,
         emulate=emulate,
         time_scale=time_scale,
@@ -191,6 +198,8 @@ def device_for(
         predictor=predictor,
         swap_neurons=settings.swap_neurons,
     )
+    if costs is not None and settings.groups is not None:
+        device.costs = of_groups(costs, group_size(settings))
     return device
 
 
@@ -308,14 +317,46 @@ def _kernels(choice: KernelChoice) -> Kernels:
 
 
 def _require_built(settings: Settings) -> None:
-    """What a simulation can be asked for and the executor cannot do yet."""
-    if settings.gating not in ("oracle", "exact"):
-        raise KairoxError(
-            f"gating {settings.gating!r} cannot be run live yet, only simulated; allowed: exact, "
-            "oracle (--gating exact)"
+    """What a simulation can be asked for and the executor cannot do yet, all in one message."""
+    policy = POLICIES[settings.policy]
+    said = [
+        f"{key} {getattr(settings, key)!r} (allowed: {allowed})"
+        for key, allowed, runs in (
+            ("gating", "exact, oracle", settings.gating in ("exact", "oracle")),
+            (
+                "predictor",
+                "lookahead, none",
+                settings.predictor != "rank" or policy.admits == "never",
+            ),
+            ("policy", "one that does not know the future", "future" not in policy.needs),
+            ("policy", "one that needs no machine's rates", "gpu_over_cpu" not in policy.needs),
+            # A live run knows no profile of the machine it is on, so nothing follows from one.
+            ("slots", "a number, density, a size, all", not _of_a_machine(settings.slots)),
+            (
+                "placement",
+                "counts, solver-shipped",
+                settings.placement in ("counts", "solver-shipped"),
+            ),
+            ("dispatch", "concurrent", settings.dispatch == "concurrent"),
+            ("late", "cpu, stall", (settings.late or policy.default_late) != "cancel"),
+            ("layout", "natural", settings.layout == "natural"),
+            *(
+                (key, repr(default), getattr(settings, key) == default)
+                for key in ONLY_SIMULATED
+                for default in [Settings.model_fields[key].default]
+            ),
         )
-    plans = POLICIES[settings.policy].admits != "never"
-    if settings.predictor == "rank" and plans:
+        if not runs
+    ]
+    if said:
         raise KairoxError(
-            "predictor 'rank' cannot be run live yet, only simulated; allowed: lookahead, none"
+            f"cannot be run live yet, only simulated: {'; '.join(said)}. Change them, and of a "
+            "system give its policy, controller and groups themselves"
         )
+
+
+ONLY_SIMULATED = ("copies", "copies_per_sync", "handovers", "lookahead_from", "context_start")
+
+
+def _of_a_machine(slots: object) -> bool:
+    return isinstance(slots, str) and (slots == "vram" or slots.startswith("ngl"))

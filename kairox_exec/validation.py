@@ -25,7 +25,6 @@ from kairox_exec.machine import machine_facts
 from kairox_exec.recording import record
 from kairox_exec.scoring import Scored, Verdict, judge, null_models
 from kairox_sim.calllog import read_call_log
-from kairox_sim.costs import costs_for
 from kairox_sim.engine import run_trace
 from kairox_sim.errors import KairoxError
 from kairox_sim.events import Event, StepEnded
@@ -40,10 +39,10 @@ from kairox_sim.settings import (
     build_cache,
     label,
     load_prior,
-    predictor_of,
     shape_of,
     trigger_of,
 )
+from kairox_sim.simulation import costs_of
 from kairox_sim.trace import Trace, read_trace
 
 GATE_REPEATS, GATE_TOKENS = 5, 128  # of fewer, figures are printed and nothing is claimed
@@ -262,18 +261,11 @@ def _compare(
     target = shape if settings.model_as is None else shape_of(settings.model_as)
     policy = POLICIES[settings.policy]
     trigger, late = trigger_of(settings), settings.late or policy.default_late
-    costs = costs_for(
-        calibration.profile,
-        target,
-        settings.gating,
-        trace_layers=shape.n_layers,
-        trace_neurons=shape.n_neurons,
-        predictor=predictor_of(settings),
-        swap_neurons=settings.swap_neurons,
-    )
 
     def fresh() -> Any:
         return build_cache(settings, shape.n_layers, shape.n_neurons, prior=prior, shape=shape)
+
+    costs = costs_of(settings, calibration.profile, target, fresh())
 
     predictions = None if own.trace.predicted_bits is None else Recorded()
     again = g1(own.events, fresh())

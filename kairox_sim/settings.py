@@ -47,6 +47,7 @@ __all__ = [
     "Settings",
     "build_cache",
     "gpu_over_cpu",
+    "group_size",
     "groups_of",
     "label",
     "load_prior",
@@ -151,6 +152,15 @@ def groups_of(
             f"trace or model has {n_layers} of {n_neurons}; make them from a trace of this model"
         )
     return groups.members
+
+
+def group_size(settings: Settings) -> int:
+    """Neurons that move together: 1 without groups."""
+    if settings.groups is None:
+        return 1
+    if settings.groups.endswith(".parquet"):
+        return read_groups(settings.groups).size
+    return int(settings.groups.partition(":")[2])
 
 
 def gpu_over_cpu(profile: HardwareProfile) -> float:

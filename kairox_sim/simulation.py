@@ -147,14 +147,13 @@ def costs_of(
         handovers=settings.handovers,
         position=policy.position if isinstance(policy, Linked) else None,
     )
-    if settings.groups is None:
-        return costs
-    # A plan goes over groups, and a swap is one.
-    return dataclasses.replace(
-        costs,
-        swap_neurons=cache.swap_neurons,
-        decide_neurons=max(1, costs.decide_neurons // cache.swap_neurons),
-    )
+    return costs if settings.groups is None else of_groups(costs, cache.swap_neurons)
+
+
+def of_groups(costs: CostModel, size: int) -> CostModel:
+    """The same where groups of `size` move: a plan goes over groups, and a swap is one."""
+    decide_neurons = max(1, costs.decide_neurons // size)
+    return dataclasses.replace(costs, swap_neurons=size, decide_neurons=decide_neurons)
 
 
 def machine(

@@ -92,9 +92,9 @@ def test_devices_that_cannot_be(
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        (Settings(gating="predicted"), "gating 'predicted' cannot be run live yet"),
+        (Settings(gating="predicted"), r"gating 'predicted' \(allowed: exact, oracle\)"),
         (Settings(gating="screened"), "allowed: exact, oracle"),
-        (Settings(predictor="rank"), "predictor 'rank' cannot be run live yet"),
+        (Settings(predictor="rank"), r"predictor 'rank' \(allowed: lookahead, none\)"),
         (Settings(predictor="none"), "needs a predictor"),
         (Settings(policy="static"), "needs a prior"),
     ],
