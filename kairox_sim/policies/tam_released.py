@@ -35,9 +35,10 @@ class TamReleased:
 
     S = decay*S + (1 - decay)*A over groups; the wanted set is the top `capacity` of all S, with no
     filter. Only what never scored is not loaded, and gives its slot to what did: the code begins
-    with full slots, and which zeros its sort would put there says nothing. `tau` gives the paper's filter, S > tau, back (0.33 for the
-    decay of 0.67); then residents below it stay until a load takes their slot. Old and new set are
-    compared as masks: the i-th missing id, by index, is loaded over the i-th superfluous one, so
+    with full slots, and which zeros its sort would put there says nothing. `tau` gives the paper's
+    filter, S > tau, back (0.33 for the decay of 0.67); residents below it stay until a load takes
+    their slot. Old and new set are compared as masks: the i-th missing id, by index, is loaded over
+    the i-th superfluous one, so
     loads and evictions are equal in number (free slots, which the code never has after its start,
     are filled first). Where the swap cap binds, the first pairs by index are taken; the others are
     found again, or not, by the next plan. The artifact's decay is fixed; SparkInfer's is set per
