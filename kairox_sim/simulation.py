@@ -250,6 +250,11 @@ def _predictions(
         return (None if silent else Perfect(said)), said
     if cache.policy.admits == "never" or trigger == "after":
         return None, "no prediction"
+    if settings.gating == "dense":
+        raise KairoxError(
+            f"gating 'dense' computes every neuron, so there is nothing to predict and trigger "
+            f"{trigger!r} has nothing to plan from; use trigger after, or a policy that never moves"
+        )
     if trigger == "instant":
         return Perfect(), "predicted = active, landed at once"
     if settings.predictor == "none":
