@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from experiments.published.data import number, table
+from experiments.published.shipped_sort import ShippedSort
 from kairox_sim.cache import NeuronCache
 from kairox_sim.controllers import Fixed, SwapCap
 from kairox_sim.model import find_shape
@@ -85,12 +86,20 @@ def replay(
     tau: float | None = None,
     ties: str = "low",
     per_copy_s: float | None = None,
+    shipped_sort: bool = False,
 ) -> Outcome:
-    """Run the released policy over `sets` in groups of `size`, plan and count as the fork does."""
+    """Run the released policy over `sets` in groups of `size`, plan and count as the fork does.
+
+    shipped_sort: zeros fill up the top K in the order that the fork's own sort leaves them in.
+    """
     shape = find_shape(MODEL)
     n_layers, n_neurons = len(sets[0]), shape.n_neurons
     n_groups, whole = n_neurons // size, slots // size * size
-    tam = TamReleased(n_layers, n_groups, tau=tau, ties=ties)
+    tam = (
+        ShippedSort(n_layers, n_groups, tau=tau or 0.0)
+        if shipped_sort
+        else TamReleased(n_layers, n_groups, tau=tau, ties=ties)
+    )
     cache = NeuronCache(
         n_layers, n_neurons, whole,
         Grouped(tam, consecutive(n_layers, n_neurons, size)),
