@@ -30,7 +30,7 @@ def n_fetched(
     """How many of the residual neurons, the lowest ids, are copied on demand, `part` at a time."""
     if dispatch == "gpu":
         return residual.size
-    if dispatch == "cost" and residual.size:
+    if dispatch == "cost":
         return cheapest_split(costs, layer, residual, n_tokens, part)
     return 0
 

@@ -116,6 +116,7 @@ class _Engine:
     plans: bool = field(init=False)
     stalls: bool = field(init=False)  # the FFN waits for its layer's copies
     n_own: int = field(init=False)  # layers that are planned in their own place, without a wait
+    on_demand: bool = field(init=False)  # some of what is missing may be copied for its layer-step
     whole: tuple[bool, ...] = ()  # in dispatch `layers`: which are on the GPU
     all_ids: Ids = field(init=False)
     env: simpy.Environment = field(default_factory=simpy.Environment)
@@ -134,6 +135,7 @@ class _Engine:
         self.stalls = self.plans and (self.late == "stall" or self.trigger == "serial")
         ahead = self.trigger in LOOK_AHEAD and self.lookahead_from > 1
         self.n_own = self.lookahead_from if ahead else 0
+        self.on_demand = self.dispatch in ("gpu", "cost")
         self.all_ids = np.arange(cache.n_neurons, dtype=np.int32)
         self._require_that_all_go_together()
         if self.dispatch == "layers":
@@ -263,7 +265,9 @@ class _Engine:
         yield from stream.catch_up()
         split = self._split(layer, step)
         residual, part = split.residual, self.cache.swap_neurons
-        n_copied = n_fetched(self.dispatch, self.costs, layer, residual, n, part)
+        n_copied = 0
+        if self.on_demand and residual.size:
+            n_copied = n_fetched(self.dispatch, self.costs, layer, residual, n, part)
         n_host, arrived = residual.size - n_copied, None
         if n_copied:
             stream.tally.n_fetched += n_copied
@@ -293,8 +297,10 @@ class _Engine:
             self.n_polls += 1  # its commits stand among the landings to replay, and change nothing
             evaluated, share = self._evaluated(layer, step), self._share(layer, step)
             self.planner.plan_and_land(layer, evaluated, share)
-        else:
+        elif self.plans:
             self.planner.commit(layer, self._poll())
+        else:
+            self.cache.commit(self._poll())
         return self._look_up(layer, step)
 
     def _look_up(self, layer: int, step: TraceStep) -> Split:
