@@ -9,14 +9,16 @@ import tomllib
 from pathlib import Path
 from types import ModuleType
 
+import numpy as np
 import pandas as pd
 import pytest
-from toys import random_trace
+from toys import header, random_trace
 
 from kairox_sim import sweep
 from kairox_sim.figure_data import Moves
 from kairox_sim.sweeps import Sweep, expand
-from kairox_sim.trace import write_trace
+from kairox_sim.trace import SequenceInfo, Trace, write_trace
+from kairox_sim.trace_stats import counts
 
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "experiments"
@@ -146,3 +148,77 @@ def test_anb_is_made_and_drawn_with_what_every_setting_did(tmp_path: Path) -> No
     assert rows["note"].nunique() == 1
     module("figure").draw_to(table, tmp_path, figure.STEM, figure.draw)
     assert (tmp_path / "fig06_anb.png").is_file()
+
+
+def test_domain_shift_is_made_and_drawn(tmp_path: Path) -> None:
+    figure = module("fig10_domain_shift")
+    table = tmp_path / "t.parquet"
+    traces = (of_two_domains(seed) for seed in (0, 1))
+    figure.make(table, *traces)
+    rows = pd.read_parquet(table)
+    cases = {(system, "prose") for system in figure.SPEC["systems"]}
+    cases |= {(figure.SPEC["reference"], "all domains")}
+    assert set(zip(rows["system"], rows["profiled_on"], strict=True)) == cases
+    assert rows["machine"].unique().tolist() == ["pc1", "pc2"]
+    assert rows["domain"].unique().tolist() == ["prose", "code"]
+    ratio = 32 / 2  # layers, model over trace
+    assert rows["token_s"].to_numpy() == pytest.approx(rows["wall_s"].to_numpy() * ratio)
+    module("figure").draw_to(table, tmp_path, figure.STEM, figure.draw)
+    assert (tmp_path / "fig10_domain_shift.png").is_file()
+
+
+def of_two_domains(seed: int) -> Trace:
+    """Two sequences of 12 tokens; nothing that fires in one fires in the other."""
+    n_neurons, n_tokens = 896, 12
+    rng = np.random.default_rng(seed)
+    bits = rng.random((2, n_tokens, 2, n_neurons)) < 0.2  # [seq, token, layer, neuron]
+    bits[0, ..., 448:] = bits[1, ..., :448] = False
+    sequences = tuple(
+        SequenceInfo(i, domain, f"{domain}{seed}", str(seed) * 64, 0, n_tokens)
+        for i, domain in enumerate(("prose", "code"))
+    )
+    seq, step, layer = (part.ravel() for part in np.mgrid[:2, :n_tokens, :2])
+    return Trace.from_arrays(
+        header(2, n_neurons, sequences=sequences),
+        seq=seq, step=step + seq * n_tokens, token=step, layer=layer, phase=np.ones_like(seq),
+        bits=bits.reshape(-1, n_neurons),
+    )  # fmt: skip
+
+
+def test_a_burst_is_planted_where_it_was_asked_for() -> None:
+    failures = module("failures")
+    trace = random_trace(n_layers=2, n_neurons=64, n_decode=6, prefill=0)
+    cold = failures.cold_ids(trace, 1)
+    assert len(cold) == 64 - round(0.3 * 64)
+    fired = counts(trace)[1]
+    assert fired[cold].max() <= fired[np.setdiff1d(np.arange(64), cold)].min()
+    burst = failures.planted(trace, 1, cold, {4: 20})
+    for step, before in zip(burst.steps(), trace.steps(), strict=True):
+        assert step.active(0).tolist() == before.active(0).tolist()
+        new = np.setdiff1d(step.active(1), before.active(1))
+        assert len(new) == (20 if step.step == 4 else 0)
+        assert np.isin(new, cold).all()
+        assert np.isin(before.active(1), step.active(1)).all()
+
+
+def test_bursts_are_made_and_drawn(tmp_path: Path) -> None:
+    figure = module("fig11_burst")
+    small = {"n_layers": 2, "prior_tokens": 8, "systems": ["powerinfer", "lru", "kairox-paper"]}
+    spec = figure.SPEC | small
+    for part in ("burst", "swings"):
+        changed = {"layer": 1, "step": 3, "n_tokens": 2, "sizes": [100, 1500]}
+        workload = spec[part]["workload"] | {"n_neurons": 512}
+        spec[part] = spec[part] | changed | {"workload": workload}
+    spec["swings"] |= {"largest": 500}
+    table = tmp_path / "t.parquet"
+    figure.make(table, spec)
+    rows = pd.read_parquet(table)
+    assert len(rows) == 2 * 3 * (2 + 2)
+    one = rows[(rows["panel"] == "burst") & (rows["system"] == "powerinfer")]
+    per_neuron_s = one["added_s"] / one["cold_neurons"]
+    # On the CPU at half the memory's rate, where the set is static: see the profiles.
+    assert per_neuron_s.to_numpy() == pytest.approx(2 * one["roofline_s"].to_numpy(), rel=0.3)
+    assert (rows["listing_s"] * 1e6).unique() == pytest.approx([15])
+    assert (rows["prose_s"] * 1e6).unique() == pytest.approx([80e3 / 1500])
+    module("figure").draw_to(table, tmp_path, figure.STEM, figure.draw)
+    assert (tmp_path / "fig11_burst.png").is_file()

@@ -1,0 +1,236 @@
+"""Figures of failure modes: a domain shift, a burst, one-hit neurons, a controller that never
+relaxes, a growing context. Each reads a table that a script of experiments/ makes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import FuncFormatter, NullFormatter
+from numpy.typing import NDArray
+
+from kairox_sim.plot_runs import labels_of
+from kairox_sim.plot_style import (
+    BLACK,
+    BLUE,
+    COLUMN_IN,
+    GREEN,
+    GREY,
+    ORANGE,
+    PURPLE,
+    SKY,
+    VERMILLION,
+    YELLOW,
+    Look,
+    footer,
+    house_style,
+    legend,
+)
+
+MS = 1e3  # per second
+SYSTEM_LOOKS: dict[str, Look] = {
+    "llama.cpp": Look("llama.cpp", GREY, "X"),
+    "powerinfer": Look("PowerInfer", GREEN, "D"),
+    "qinfer": Look("Q-Infer", SKY, "P"),
+    "lru": Look("LRU", BLUE, "s"),
+    "lfu": Look("LFU", PURPLE, "^"),
+    "kairox-guide": Look("Kairox, guide", VERMILLION, "o"),
+    "kairox-paper": Look("Kairox, paper", ORANGE, "v"),
+    "kairox-released": Look("Kairox, released", BLACK, "*"),
+    "neuralink-eager": Look("Neuralink, eager", GREY, "h"),
+    "fiddler": Look("Fiddler", YELLOW, "p"),
+}
+SMOOTH_STEPS = 60
+
+
+def _grid(
+    n_rows: int, n_columns: int, height_in: float, **shared: Any
+) -> tuple[Figure, NDArray[np.object_]]:
+    """Panels [n_rows, n_columns] over two columns of a page."""
+    figure = Figure(figsize=(2 * COLUMN_IN, height_in), layout="constrained")
+    return figure, figure.subplots(n_rows, n_columns, squeeze=False, **shared)
+
+
+# -- a domain shift ------------------------------------------------------------------------------
+
+
+def plot_domain_shift(table: pd.DataFrame) -> Figure:
+    """Time per token over steps, and against static placement profiled on all domains."""
+    machines = list(dict.fromkeys(table["machine"]))
+    with house_style():
+        figure, axes = _grid(2, len(machines), 4.3, sharex=True, sharey="row")
+        for column, machine in enumerate(machines):
+            ours = table[table["machine"] == machine]
+            of_all = ours["profiled_on"] == "all domains"
+            reference = _smooth(ours[of_all])
+            for system, steps in ours[~of_all].groupby("system", sort=False):
+                look = SYSTEM_LOOKS[str(system)]
+                smooth = _smooth(steps)
+                wide = 1.8 if system == "powerinfer" else 1.0
+                axes[0, column].plot(smooth * MS, color=look.color, lw=wide)
+                axes[1, column].plot(smooth / reference, color=look.color, lw=wide)
+            axes[0, column].plot(reference * MS, color=GREEN, lw=1.2, ls=(0, (2, 1)))
+            axes[1, column].axhline(1, color=GREEN, lw=1.2, ls=(0, (2, 1)))
+            axes[0, column].set_title(machine, loc="left", pad=12)
+            axes[1, column].set_xlabel("decode step")
+            _mark_domains(axes[:, column], ours[of_all].reset_index(drop=True))
+        axes[0, 0].set_ylim(0, None)
+        axes[0, 0].set_ylabel("time per token (ms)")
+        axes[1, 0].set_ylabel("against static, profiled\non all five domains")
+        names = [s for s in SYSTEM_LOOKS if s in set(table["system"])]
+        handles = [_handle(s, lw=1.8 if s == "powerinfer" else 1.0) for s in names]
+        handles.append(
+            Line2D([], [], color=GREEN, ls=(0, (2, 1)), label="PowerInfer, all five domains")
+        )
+        legend(figure, handles, n_columns=4)
+        footer(
+            figure,
+            labels_of(table),
+            f"Median of {SMOOTH_STEPS} steps around each, within its domain; times at the model's "
+            "number of layers. Solid: whatever a system profiles, it profiles on the first domain.",
+            *(_after_the_shift(table[table["machine"] == m], m) for m in machines),
+        )
+    return figure
+
+
+def _smooth(steps: pd.DataFrame) -> pd.Series:
+    """Rolling median of token_s within each domain, by decode step."""
+    parts = [
+        part.rolling(SMOOTH_STEPS, center=True, min_periods=SMOOTH_STEPS // 4).median()
+        for _, part in steps.groupby("seq", sort=False)["token_s"]
+    ]
+    return pd.concat(parts).reset_index(drop=True)
+
+
+def _mark_domains(panels: NDArray[np.object_], steps: pd.DataFrame) -> None:
+    starts = np.flatnonzero(steps["seq"].diff().to_numpy() != 0)
+    for axes in panels:
+        for start in starts[1:]:
+            axes.axvline(start - 0.5, color=GREY, lw=0.7, ls=(0, (4, 2)))
+        axes.set_xlim(-0.5, len(steps) - 0.5)
+    for start, stop in zip(starts, [*starts[1:], len(steps)], strict=True):
+        panels[0].annotate(
+            str(steps["domain"].iloc[start]), ((start + stop) / 2, 1.0),
+            xycoords=("data", "axes fraction"), xytext=(0, 2), textcoords="offset points",
+            ha="center", va="bottom", fontsize=7, annotation_clip=False,
+        )  # fmt: skip
+
+
+def domain_shift_costs(table: pd.DataFrame) -> pd.Series:
+    """Mean token_s after the shift over that of the reference, by system; one machine."""
+    after = table[table["seq"] != table["seq"].iloc[0]]
+    of_all = after["profiled_on"] == "all domains"
+    means = after[~of_all].groupby("system", sort=False)["token_s"].mean()
+    return means / float(after.loc[of_all, "token_s"].mean())
+
+
+def _after_the_shift(rows: pd.DataFrame, machine: str) -> str:
+    costs = domain_shift_costs(rows)
+    each = ", ".join(f"{SYSTEM_LOOKS[str(s)].name} {v - 1:+.0%}" for s, v in costs.items())
+    return f"{machine}, mean after the shift against the dashed line: {each}."
+
+
+# -- a burst of cold neurons ----------------------------------------------------------------------
+
+_PER_NEURON = (  # (column, name, line style): seconds per cold neuron
+    ("prose_s", "guide's text", "-"),
+    ("listing_s", "guide's listing", "--"),
+    ("roofline_s", "host memory's rate", ":"),
+)
+_PANELS = (("burst", "one burst"), ("swings", "a burst every token"))
+
+
+def plot_burst(table: pd.DataFrame) -> Figure:
+    """What a burst of cold neurons adds to its token, over the size of the burst."""
+    machines = list(dict.fromkeys(table["machine"]))
+    with house_style():
+        figure, axes = _grid(2, len(machines), 5.0, sharex=True, sharey="row")
+        for row, (panel, title) in enumerate(_PANELS):
+            for column, machine in enumerate(machines):
+                ours = table[(table["panel"] == panel) & (table["machine"] == machine)]
+                _draw_bursts(axes[row, column], ours)
+                said = f"{machine}, {ours['model'].iloc[0]}: {title}"
+                axes[row, column].set_title(said, loc="left", pad=3)
+        for axis in axes[-1]:
+            axis.set_xlabel("cold neurons in one layer (of the model's)")
+        for axis in axes[:, 0]:
+            axis.set_ylabel("added to the token (ms)")
+        names = [s for s in SYSTEM_LOOKS if s in set(table["system"])]
+        handles = [_handle(s, marker=True) for s in names]
+        handles += [
+            Line2D([], [], color=BLACK, lw=0.9, ls=style, label=name)
+            for _, name, style in _PER_NEURON
+        ]
+        legend(figure, handles, n_columns=4)
+        hidden = int((table["added_s"] <= 0).sum())
+        size = _near(table.loc[table["panel"] == "burst", "cold_neurons"], 1500)
+        footer(
+            figure,
+            labels_of(table),
+            "The token's time less that of the same token without the burst. Black lines: "
+            + ", ".join(
+                f"{name} {each} us a neuron" for name, each in _microseconds(table)
+            ) + ".",
+            *(_stalls(table[table["machine"] == m], m, size) for m in machines),
+            f"{hidden} tokens that a burst did not lengthen are not drawn." if hidden else "",
+        )  # fmt: skip
+    return figure
+
+
+def _draw_bursts(axes: Axes, rows: pd.DataFrame) -> None:
+    sizes = np.array([rows["cold_neurons"].min(), rows["cold_neurons"].max()])
+    for column, _, style in _PER_NEURON:
+        axes.plot(sizes, sizes * float(rows[column].iloc[0]) * MS, color=BLACK, lw=0.9, ls=style)
+    one_burst = rows["panel"].iloc[0] == "burst"
+    for system, ours in rows.groupby("system", sort=False):
+        look = SYSTEM_LOOKS[str(system)]
+        ours = ours[ours["added_s"] > 0].sort_values("cold_neurons")
+        axes.plot(
+            ours["cold_neurons"], ours["added_s"] * MS, color=look.color, marker=look.marker, ms=3,
+            ls="-" if one_burst else "", mec=BLACK if look.color == YELLOW else look.color, mew=0.3,
+        )  # fmt: skip
+    for axis, scale in ((axes.xaxis, axes.set_xscale), (axes.yaxis, axes.set_yscale)):
+        scale("log")
+        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+    axes.set_xticks([100, 300, 1000, 3000])
+    axes.xaxis.set_minor_formatter(NullFormatter())
+
+
+def _near(sizes: pd.Series, wanted: float) -> float:
+    """The size in the table that is nearest to `wanted`."""
+    return float(sizes.iloc[(sizes - wanted).abs().argmin()])
+
+
+def _stalls(rows: pd.DataFrame, machine: str, size: float) -> str:
+    """What one burst of `size` adds, least and most, and what the guide says of it."""
+    ours = rows[(rows["panel"] == "burst") & (rows["cold_neurons"] == size)]
+    by_added = ours.sort_values("added_s")
+    ends = [
+        f"{row['added_s'] * MS:.1f} ms ({SYSTEM_LOOKS[str(row['system'])].name})"
+        for _, row in by_added.iloc[[0, -1]].iterrows()
+    ]
+    said_ms = size * float(ours["prose_s"].iloc[0]) * MS
+    said = f"{size:,g} cold neurons add {' to '.join(ends)}"
+    return f"{machine}: {said}; the guide says {said_ms:.0f} ms or more."
+
+
+def _microseconds(table: pd.DataFrame) -> list[tuple[str, str]]:
+    """(name, values over the panels) of each line, in us a neuron."""
+    return [
+        (name, " / ".join(f"{v * 1e6:.2g}" for v in sorted(table[column].unique())))
+        for column, name, _ in _PER_NEURON
+    ]
+
+
+def _handle(system: str, *, marker: bool = False, lw: float = 1.0) -> Line2D:
+    look = SYSTEM_LOOKS[system]
+    edge = BLACK if look.color == YELLOW else look.color
+    return Line2D(
+        [], [], color=look.color, lw=lw, label=look.name,
+        marker=look.marker if marker else "", ms=3.5, mec=edge, mew=0.3,
+    )  # fmt: skip
