@@ -22,6 +22,7 @@ from kairox_sim.plot_style import (
     GREEN,
     GREY,
     ORANGE,
+    POLICY_LOOKS,
     PURPLE,
     SKY,
     VERMILLION,
@@ -31,6 +32,7 @@ from kairox_sim.plot_style import (
     house_style,
     legend,
 )
+from kairox_sim.policies import BOUNDS
 
 MS = 1e3  # per second
 SYSTEM_LOOKS: dict[str, Look] = {
@@ -192,7 +194,7 @@ def _draw_bursts(axes: Axes, rows: pd.DataFrame) -> None:
         ours = ours[ours["added_s"] > 0].sort_values("cold_neurons")
         axes.plot(
             ours["cold_neurons"], ours["added_s"] * MS, color=look.color, marker=look.marker, ms=3,
-            ls="-" if one_burst else "", mec=BLACK if look.color == YELLOW else look.color, mew=0.3,
+            ls="-" if one_burst else "", mec=_edge(look), mew=0.3,
         )  # fmt: skip
     for axis, scale in ((axes.xaxis, axes.set_xscale), (axes.yaxis, axes.set_yscale)):
         scale("log")
@@ -229,8 +231,77 @@ def _microseconds(table: pd.DataFrame) -> list[tuple[str, str]]:
 
 def _handle(system: str, *, marker: bool = False, lw: float = 1.0) -> Line2D:
     look = SYSTEM_LOOKS[system]
-    edge = BLACK if look.color == YELLOW else look.color
     return Line2D(
         [], [], color=look.color, lw=lw, label=look.name,
-        marker=look.marker if marker else "", ms=3.5, mec=edge, mew=0.3,
+        marker=look.marker if marker else "", ms=3.5, mec=_edge(look), mew=0.3,
     )  # fmt: skip
+
+
+def _edge(look: Look) -> str:
+    """Yellow markers need an outline on white."""
+    return BLACK if look.color == YELLOW else look.color
+
+
+# -- neurons that fire once ------------------------------------------------------------------------
+
+_THRASH_LOOKS: dict[str, Look] = {
+    **{name: POLICY_LOOKS[name] for name in ("lru", "lfu", "tam", "static", "none")},
+    "s3fifo": Look("S3-FIFO", YELLOW, "P"),
+    "wtinylfu": Look("W-TinyLFU", SKY, "v"),
+    "arc": Look("ARC", BLACK, "*"),
+    "tam_paper": Look("TAM, paper, grouped", ORANGE, "h"),
+}
+_COPIED = {"gather": "one copy a swap", "bundle": "one copy a neuron"}
+_THRASH_ROWS = (
+    ("tok_s_scaled", "tokens/s"),
+    ("hit_on_time", "hit_on_time"),
+    ("wasted_per_layer_step", "wasted loads\nper layer-step"),
+)
+
+
+def plot_thrash(table: pd.DataFrame) -> Figure:
+    """Speed, hits and wasted loads over the share of neurons that fire once."""
+    rows = table.assign(wasted_per_layer_step=table["wasted_share"] * table["loads_per_layer_step"])
+    cases = list(dict.fromkeys(zip(rows["machine"], rows["copies"], strict=True)))
+    with house_style():
+        figure, axes = _grid(3, len(cases), 4.8, sharex=True, sharey="row")
+        for column, (machine, copies) in enumerate(cases):
+            ours = rows[(rows["machine"] == machine) & (rows["copies"] == copies)]
+            for policy, line in ours.groupby("policy", sort=False):
+                look = _THRASH_LOOKS[str(policy)]
+                for axis, (value, _) in zip(axes[:, column], _THRASH_ROWS, strict=True):
+                    axis.plot(
+                        line["one_hit_share"], line[value], color=look.color, marker=look.marker,
+                        ms=3, mec=_edge(look), mew=0.3, ls="--" if policy in BOUNDS else "-",
+                    )  # fmt: skip
+            axes[0, column].set_title(f"{machine}, {_COPIED[copies]}", loc="left", pad=3)
+            axes[-1, column].set_xlabel("share that fires once")
+        for axis, (_, name) in zip(axes[:, 0], _THRASH_ROWS, strict=True):
+            axis.set_ylim(0, None)
+            axis.set_ylabel(name)
+        handles = [
+            Line2D(
+                [],
+                [],
+                color=look.color,
+                marker=look.marker,
+                ms=3.5,
+                mec=_edge(look),
+                mew=0.3,
+                ls="--" if name in BOUNDS else "-",
+                label=look.name,
+            )
+            for name, look in _THRASH_LOOKS.items()
+            if name in set(rows["policy"])
+        ]
+        legend(figure, handles, n_columns=4)
+        most = float(rows["one_hit_activations"].max())
+        footer(
+            figure,
+            labels_of(rows),
+            "Share of the neurons that fire at all in the trace; the number that fire per token is "
+            f"held, so the others fire more. At the right end they are {most:.0%} of all "
+            "activations. One trigger, one budget and perfect prediction for all. LRU, LFU, "
+            "S3-FIFO and ARC nearly coincide.",
+        )
+    return figure

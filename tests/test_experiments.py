@@ -16,7 +16,9 @@ from toys import header, random_trace
 
 from kairox_sim import sweep
 from kairox_sim.figure_data import Moves
+from kairox_sim.plot_systems import spread, where_metis_loses
 from kairox_sim.sweeps import Sweep, expand
+from kairox_sim.systems import SYSTEMS
 from kairox_sim.trace import SequenceInfo, Trace, write_trace
 from kairox_sim.trace_stats import counts
 
@@ -222,3 +224,90 @@ def test_bursts_are_made_and_drawn(tmp_path: Path) -> None:
     assert (rows["prose_s"] * 1e6).unique() == pytest.approx([80e3 / 1500])
     module("figure").draw_to(table, tmp_path, figure.STEM, figure.draw)
     assert (tmp_path / "fig11_burst.png").is_file()
+
+
+def test_thrash_is_made_and_drawn(tmp_path: Path) -> None:
+    figure = module("fig12_thrash")
+    policies = ["lru", "tam", "tam_paper", "static", "none"]
+    small = {"n_layers": 1, "n_tokens": 48, "one_hit_shares": [0.4, 0.8], "policies": policies}
+    table = tmp_path / "t.parquet"
+    figure.make(table, figure.SPEC | small)
+    rows = pd.read_parquet(table)
+    assert len(rows) == 2 * 2 * 2 * len(policies)
+    shares = rows["one_hit_share"].unique().tolist()
+    assert shares == pytest.approx([0.4, 0.8], abs=0.05)
+    one_copy_each = rows[rows["copies"] == "bundle"].set_index(["machine", "policy"])
+    # The filter that the Kairox Guide speaks of: TAM wastes few of its loads, LRU most of them.
+    wasted = one_copy_each["wasted_share"]
+    assert wasted.xs("tam", level="policy").max() < 0.2 < wasted.xs("lru", level="policy").min()
+    module("figure").draw_to(table, tmp_path, figure.STEM, figure.draw)
+    assert (tmp_path / "fig12_thrash.png").is_file()
+
+
+def test_systems_are_drawn_and_listed_from_their_own_sweep(tmp_path: Path) -> None:
+    figure = module("fig08_hits_and_throughput")
+    plan = Sweep.load(FOLDER / "fig08_hits_and_throughput.toml")
+    systems = {rule["system"] for rule in plan.grid["rule"] if "system" in rule}
+    assert systems == set(SYSTEMS)
+    trace = random_trace(n_layers=2, n_neurons=896, n_decode=2)
+    prior = random_trace(n_layers=2, n_neurons=896, n_decode=3, seed=1, source="b")
+    toys = {
+        "trace": str(write_trace(trace, tmp_path / "eval.arrow")),
+        "prior": str(write_trace(prior, tmp_path / "prior.arrow")),
+    }
+    rows = sweep(plan.on("pc1").model_copy(update=toys), tmp_path / "t.parquet")
+    refused = rows[rows["status"] != "ok"]
+    assert set(refused["system"]) == {"dejavu"}
+    assert refused["why"].str.contains("does not fit on pc1: attention").all()
+    module("figure").draw_to(tmp_path / "t.parquet", tmp_path, figure.STEM, figure.draw)
+    assert (tmp_path / "fig08_hits_and_throughput.png").is_file()
+    names = [text.get_text() for text in figure.draw(rows).axes[0].texts]
+    assert sorted(names) == sorted(systems - {"dejavu"})
+    figure.write_tables(tmp_path / "t.parquet", tmp_path)
+    said = (tmp_path / "fig08_pc1.md").read_text(encoding="utf-8")
+    assert all(said.count(f"\n| {name} |") == 2 for name in systems - {"dejavu"})
+    assert said.count("- dejavu: prosparse-") == 2
+    assert said.count("all (does not fit)") == 2
+    speeds = [float(row.split("|")[2]) for row in said.split("##")[1].splitlines() if "| 0." in row]
+    assert speeds == sorted(speeds, reverse=True)
+
+
+def test_names_keep_their_order_and_distance() -> None:
+    assert spread([1.0, 5.0, 9.0], least=1.0, highest=10.0) == [1.0, 5.0, 9.0]
+    assert spread([5.0, 5.0, 5.0], least=1.0, highest=10.0) == [4.0, 5.0, 6.0]
+    assert spread([9.9, 9.9], least=1.0, highest=10.0) == [8.5, 9.5]
+    assert spread([0.0, 0.0], least=1.0, highest=10.0) == [0.5, 1.5]
+    assert spread([0.0, 0.0, 0.0, 9.0], least=5.0, highest=8.0) == [1.0, 3.0, 5.0, 7.0]
+    assert spread([], least=1.0, highest=1.0) == []
+
+
+def test_groups_are_made_and_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    figure = module("fig09_groups")
+    monkeypatch.setitem(figure.SPEC, "slots", 64)
+    trace = random_trace(n_layers=2, n_neurons=256, n_decode=12)
+    prior = random_trace(n_layers=2, n_neurons=256, n_decode=40, seed=1, source="b")
+    figure.make(tmp_path / "t.csv", trace, prior)
+    rows = pd.read_csv(tmp_path / "t.csv")
+    assert len(rows) == 4 * 3 * 2
+    assert not rows.duplicated(["size", "method", "policy"]).any()
+    module("figure").draw_to(tmp_path / "t.csv", tmp_path, figure.STEM, figure.draw)
+    assert (tmp_path / "fig09_groups.png").is_file()
+
+
+def test_where_metis_loses_is_said_by_size_and_policy() -> None:
+    rows = [
+        (size, method, policy, hit)
+        for size, method, policy, hit in (
+            (4, "metis", "lru", 0.5), (4, "random", "lru", 0.4), (4, "frequency", "lru", 0.6),
+            (8, "metis", "lru", 0.5), (8, "random", "lru", 0.4), (8, "frequency", "lru", 0.5),
+            (4, "metis", "topk", 0.5), (4, "random", "topk", 0.6), (4, "frequency", "topk", 0.6),
+        )
+    ]  # fmt: skip
+    table = pd.DataFrame(rows, columns=["size", "method", "policy", "hit_resident"])
+    assert where_metis_loses(table) == (
+        "METIS has fewer hits than groups by frequency under LRU at 4, top-k at 4; than groups "
+        "at random under top-k at 4."
+    )
+    assert where_metis_loses(table[table["method"] != "frequency"].iloc[:4]).startswith(
+        "METIS has the most hits"
+    )
