@@ -332,11 +332,7 @@ def _require_built(settings: Settings) -> None:
             ("policy", "one that needs no machine's rates", "gpu_over_cpu" not in policy.needs),
             # A live run knows no profile of the machine it is on, so nothing follows from one.
             ("slots", "a number, density, a size, all", not _of_a_machine(settings.slots)),
-            (
-                "placement",
-                "counts, solver-shipped",
-                settings.placement in ("counts", "solver-shipped"),
-            ),
+            ("placement", "counts", settings.placement == "counts"),
             ("dispatch", "concurrent", settings.dispatch == "concurrent"),
             ("late", "cpu, stall", (settings.late or policy.default_late) != "cancel"),
             ("layout", "natural", settings.layout == "natural"),

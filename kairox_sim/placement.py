@@ -77,16 +77,17 @@ def solved(fired: Counts, total: int, *, least: int, batch: int = SOLVER_BATCH) 
     return Placed(tuple(slots), taken)
 
 
-def solved_as_shipped(fired: Counts, total: int) -> Placed:
+def solved_as_shipped(fired: Counts, total: int, *, batch: int = SHIPPED_BATCH) -> Placed:
     """PowerInfer's tool as released: right numbers, ids from another layer's statistics.
 
     `powerinfer-py/powerinfer/export_split.py` reads `activation_*.pt` in lexicographic order (0, 1,
     10, 11, ..., 2, 20, ...) and `solver.py` in numeric order, so that the neurons chosen for most
-    layers are those hot in another one. The minimum per layer is off and the batch is 256, as its
-    loader calls it (github.com/SJTU-IPADS/PowerInfer at d3ebd7c5).
+    layers are those hot in another one; up to 10 layers the two orders are the same. The minimum
+    per layer is off and the batch is 256, as its loader calls it (github.com/SJTU-IPADS/PowerInfer
+    at d3ebd7c5).
     """
     n_layers = fired.shape[0]
-    right = solved(fired, total, least=0, batch=SHIPPED_BATCH)
+    right = solved(fired, total, least=0, batch=batch)
     read_as = sorted(range(n_layers), key=str)  # the layer whose file is read for each layer
     taken = tuple(_top(fired[read_as[layer]], k) for layer, k in enumerate(right.slots))
     return Placed(right.slots, taken)

@@ -15,8 +15,9 @@ import numpy as np
 import pandas as pd
 
 from kairox_sim.errors import KairoxError
-from kairox_sim.plot_style import POLICY_LOOKS, Look, look_of
+from kairox_sim.plot_style import POLICY_LOOKS, Look, look_of, look_of_system
 from kairox_sim.policies import BOUNDS, POLICIES
+from kairox_sim.systems import SYSTEMS
 
 TRIGGER_NAMES = {
     "attn_in": "look-ahead (attn_in)",
@@ -35,15 +36,22 @@ class Series:
     variant: int  # index of HATCHES and FILLS
     name: str
     policy: str
+    system: str = ""  # where it is one
 
     @property
     def look(self) -> Look:
-        return look_of(self.policy)
+        return look_of_system(self.system, self.policy) if self.system else look_of(self.policy)
 
 
 def series_of(row: Mapping[str, Any]) -> Series:
-    """The series of a row: policy, controller, parameters, and what is not the policy's default."""
+    """The series of a row: its system, or policy, controller, parameters, and what is not the
+    policy's default."""
     policy = str(row["policy"])
+    if system := _given(row.get("system")):
+        # Its label says what was set otherwise; slots are an axis of the figure.
+        name = str(row.get("label") or system).removesuffix(f" {_given(row.get('slots_asked'))}")
+        rank = len(POLICY_LOOKS) + list(SYSTEMS).index(str(system))
+        return Series(rank, 0 if name == system else 3, name, policy, str(system))
     name = look_of(policy).name + _params(row.get("policy_params"))
     controlled = row.get("controller", "fixed") != "fixed"
     if controlled:

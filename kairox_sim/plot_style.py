@@ -62,16 +62,39 @@ class Look:
     marker: str
 
 
-POLICY_LOOKS: dict[str, Look] = {
+POLICY_LOOKS: dict[str, Look] = {  # a colour per family, a marker within it
     "tam": Look("TAM", VERMILLION, "o"),
     "lru": Look("LRU", BLUE, "s"),
     "lfu": Look("LFU", PURPLE, "^"),
     "static": Look("static", GREEN, "D"),
     "all": Look("all resident", BLACK, "v"),
     "none": Look("none resident", GREY, "X"),
+    "tam_paper": Look("TAM of the paper", VERMILLION, "p"),
+    "tam_released": Look("TAM as released", VERMILLION, "H"),
+    "topk": Look("top-k", VERMILLION, "*"),
+    "qinfer": Look("Q-Infer", GREEN, "P"),
+    "fifo": Look("FIFO", BLUE, "<"),
+    "sieve": Look("SIEVE", BLUE, ">"),
+    "s3fifo": Look("S3-FIFO", BLUE, "d"),
+    "s3fifo_segments": Look("S3-FIFO of segments", BLUE, "8"),
+    "window": Look("window", BLUE, "h"),
+    "arc": Look("ARC", PURPLE, "v"),
+    "wtinylfu": Look("W-TinyLFU", PURPLE, "P"),
+    "random": Look("random", GREY, "<"),
+    "belady": Look("Belady", BLACK, "*"),
+    "belady_bypass": Look("Belady with bypass", BLACK, "P"),
 }
 OTHER_COLORS = (ORANGE, SKY, YELLOW)
 OTHER_MARKERS = ("P", "*", "h")
+
+# Systems look as their policy does, but for those that never move anything.
+SYSTEM_LOOKS: dict[str, Look] = {
+    "llama.cpp": Look("llama.cpp", GREY, "o"),
+    "powerinfer-serial": Look("powerinfer-serial", GREEN, "s"),
+    "powerinfer-shipped": Look("powerinfer-shipped", GREEN, "^"),
+    "dejavu": Look("dejavu", GREEN, "v"),
+    "fiddler": Look("fiddler", GREEN, "X"),
+}
 
 # Variants of a policy, by index: as it is, with a controller, with another trigger, anything else.
 HATCHES = ("", "////", "....", "xxxx")
@@ -84,6 +107,14 @@ def look_of(policy: str) -> Look:
         return POLICY_LOOKS[policy]
     at = sum(policy.encode()) % len(OTHER_COLORS)
     return Look(policy, OTHER_COLORS[at], OTHER_MARKERS[at])
+
+
+def look_of_system(system: str, policy: str) -> Look:
+    """Colour and marker of a system that runs `policy`, under the system's own name."""
+    if system in SYSTEM_LOOKS:
+        return SYSTEM_LOOKS[system]
+    look = look_of(policy)
+    return Look(system, look.color, look.marker)
 
 
 def tint(color: str, towards_white: float) -> tuple[float, float, float]:

@@ -21,6 +21,8 @@ from kairox_sim.hardware import HardwareProfile
 from kairox_sim.linking import link_order
 from kairox_sim.model import ModelShape
 from kairox_sim.placement import (
+    SHIPPED_BATCH,
+    SOLVER_BATCH,
     Placed,
     balanced,
     by_counts,
@@ -228,21 +230,25 @@ def _placed(
     profile: HardwareProfile | None,
     shape: ModelShape | None,
 ) -> Placed:
+    # A batch counts neurons of the model, so that in a stand-in it is as many bytes.
+    bundles_per_neuron = 1.0 if shape is None else shape.n_neurons / n_neurons
     match settings.placement:
         case "solver-shipped":
-            return solved_as_shipped(fired, sum(units))
+            batch = max(1, round(SHIPPED_BATCH / bundles_per_neuron))
+            return solved_as_shipped(fired, sum(units), batch=batch)
         case "solver":
             least = 0
             if profile is not None and shape is not None:
                 least = least_per_layer(
-                    bundle_bytes=shape.bundle_bytes(settings.gating) * shape.n_neurons / n_neurons,
+                    bundle_bytes=shape.bundle_bytes(settings.gating) * bundles_per_neuron,
                     gpu_bytes_per_s=profile.ffn_gpu.bytes_per_s.value,
                     cpu_bytes_per_s=profile.ffn_cpu.bytes_per_s.value,
                     sync_s=2 * profile.handover_fixed_s.value
                     + profile.h2d.copy_fixed_s.value
                     + profile.d2h.copy_fixed_s.value,
                 )
-            return solved(fired, sum(units), least=least)
+            batch = max(1, round(SOLVER_BATCH / bundles_per_neuron))
+            return solved(fired, sum(units), least=least, batch=batch)
         case "balanced":
             if profile is None:
                 raise KairoxError("placement 'balanced' needs the rates of a machine")

@@ -25,7 +25,14 @@ from kairox_sim.figure_data import (
     pipeline_table,
 )
 from kairox_sim.plot_series import drawable, series_of
-from kairox_sim.plot_style import COLUMN_IN, POLICY_LOOKS, look_of, new_figure
+from kairox_sim.plot_style import (
+    COLUMN_IN,
+    POLICY_LOOKS,
+    SYSTEM_LOOKS,
+    look_of,
+    look_of_system,
+    new_figure,
+)
 from kairox_sim.plot_sweep import PARTS, time_parts
 from kairox_sim.plot_validation import time_errors
 from kairox_sim.plots import (
@@ -40,7 +47,9 @@ from kairox_sim.plots import (
     read_figure_table,
     save,
 )
+from kairox_sim.policies import POLICIES
 from kairox_sim.sweeps import Sweep
+from kairox_sim.systems import SYSTEMS
 from kairox_sim.trace import SequenceInfo, Trace, write_trace
 
 BASE = {"model_as": "prosparse-7b", "prediction": "perfect", "hardware": "pc1", "slots": 24}
@@ -247,10 +256,27 @@ def test_series_are_named_by_what_is_not_default(
 
 
 def test_every_policy_has_its_own_colour_and_marker() -> None:
-    looks = list(POLICY_LOOKS.values())
-    assert len({look.color for look in looks}) == len({look.marker for look in looks}) == len(looks)
+    looks = [*POLICY_LOOKS.values(), *SYSTEM_LOOKS.values()]
+    assert set(POLICY_LOOKS) == set(POLICIES)
+    assert len({(look.color, look.marker) for look in looks}) == len(looks)
     assert look_of("mine") == look_of("mine")
     assert look_of("mine").color not in {look.color for look in looks}
+
+
+def test_a_system_looks_like_its_policy_or_has_a_look_of_its_own() -> None:
+    looks = {name: look_of_system(name, str(s.settings["policy"])) for name, s in SYSTEMS.items()}
+    assert len({(look.color, look.marker) for look in looks.values()}) == len(SYSTEMS)
+    assert all(look.name == name for name, look in looks.items())
+    assert set(SYSTEM_LOOKS) <= set(SYSTEMS)
+    assert (looks["lru"].color, looks["lru"].marker) == (
+        look_of("lru").color,
+        look_of("lru").marker,
+    )
+    row = {"policy": "static", "system": "powerinfer", "slots_asked": "vram", "label": "powerinfer"}
+    plain = series_of(row)
+    assert (plain.name, plain.variant, plain.look) == ("powerinfer", 0, looks["powerinfer"])
+    changed = series_of(row | {"label": "powerinfer late 64", "slots_asked": "64"})
+    assert (changed.name, changed.variant) == ("powerinfer late", 3)
 
 
 def luminance(color: str) -> float:
@@ -259,7 +285,7 @@ def luminance(color: str) -> float:
 
 
 def test_policies_can_be_seen_on_white() -> None:
-    for look in POLICY_LOOKS.values():
+    for look in [*POLICY_LOOKS.values(), *SYSTEM_LOOKS.values()]:
         assert 1.05 / (luminance(look.color) + 0.05) > 2.5, look.name
 
 

@@ -93,7 +93,7 @@ def test_a_paced_device_moves_groups_too(tiny_reglu_dir: Path) -> None:
     [
         ({"dispatch": "gpu"}, "dispatch 'gpu' (allowed: concurrent)"),
         ({"dispatch": "serial"}, "dispatch 'serial'"),
-        ({"placement": "layers"}, "placement 'layers' (allowed: counts, solver-shipped)"),
+        ({"placement": "layers"}, "placement 'layers' (allowed: counts)"),
         ({"placement": "solver"}, "placement 'solver'"),
         ({"policy": "qinfer", "late": "cpu"}, "one that needs no machine's rates"),
         ({"policy": "lru", "late": "cancel"}, "late 'cancel' (allowed: cpu, stall)"),
