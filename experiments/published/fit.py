@@ -148,6 +148,7 @@ def refitted(bar: Bar) -> float:
 def content(found: Fit) -> dict[str, Any]:
     """What fitted.toml says."""
     errors = found.errors()
+    worst = max(errors, key=lambda key: abs(errors[key]))
     workload = find_workload("prosparse-7b")
     return {
         "fitted_on": "the ten llama.cpp bars (bars.toml) and C(16) (fork.toml), nothing else",
@@ -164,7 +165,7 @@ def content(found: Fit) -> dict[str, Any]:
         },
         "llama_cpp": {
             "median_error": round(found.median_error(), 4),
-            "worst_error": round(max(errors.values(), key=abs), 4),
+            "worst_error": round(errors[worst], 4),
             "tokens_per_s": {key: round(value, 3) for key, value in found.simulated.items()},
             "layers_on_gpu": dict(found.layers),
         },

@@ -16,6 +16,8 @@ from kairox_sim.hardware import (
     with_dram_efficiency,
     with_margin,
 )
+from kairox_sim.memory import fits
+from kairox_sim.model import find_shape
 from kairox_sim.workload_presets import PRESETS
 
 FITTED = FOLDER / "fitted.toml"
@@ -99,6 +101,20 @@ def paper_machine(name: str) -> HardwareProfile:
     return with_constants(
         name, known["dram_efficiency"][CPU_OF[name]], known["vram_margin"]["bytes"]
     )
+
+
+def refusal(bar: Bar) -> str:
+    """Why a sparse system cannot run there with the fitted constants; empty where it can."""
+    profile = paper_machine(bar.machine)
+    plan = fits(profile, find_shape(bar.shape), "predicted", 0, CONTEXT_RESERVED)
+    return "" if plan.fits else plan.explain()
+
+
+def artifact_margin(profile: HardwareProfile) -> HardwareProfile:
+    """With the margin that the Kairox artifact leaves, which is smaller than the fitted one."""
+    mebibytes = table("paper", "released_code")["margin_mib"][1]
+    why = f"github.com/Anhelor/kairox.cpp: {mebibytes} MiB"
+    return with_margin(profile, mebibytes * 2**20, why)
 
 
 def margined(name: str) -> HardwareProfile:
