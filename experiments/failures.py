@@ -14,10 +14,15 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
+from kairox_sim.controllers import Knobs
+from kairox_sim.engine import run_trace
+from kairox_sim.events import Event, StepEnded
 from kairox_sim.figure_data import LABELS
+from kairox_sim.hardware import load_profile
 from kairox_sim.metrics import RunResult
-from kairox_sim.settings import Settings
-from kairox_sim.simulation import simulate
+from kairox_sim.prediction import Perfect
+from kairox_sim.settings import Settings, build_cache
+from kairox_sim.simulation import costs_of, simulate, target_shape
 from kairox_sim.systems import find_system
 from kairox_sim.trace import Trace, pack, unpack
 from kairox_sim.trace_stats import counts
@@ -31,11 +36,34 @@ def run_system(
     trace: Trace, system: str, hardware: str, prior: Trace, groups: str, **settings: Any
 ) -> RunResult:
     """A system as it is, its groups, if it has any, made to measure."""
+    return simulate(trace, _settings(system, groups, **settings), hardware=hardware, prior=prior)
+
+
+def _settings(system: str, groups: str, **settings: Any) -> Settings:
     grouped = {"groups": groups} if "groups" in find_system(system).settings else {}
-    return simulate(
-        trace, Settings.of({"system": system, **grouped, **settings}),
-        hardware=hardware, prior=prior,
+    return Settings.of({"system": system, **grouped, **settings})
+
+
+def knobs_in_force(
+    trace: Trace, system: str, hardware: str, prior: Trace, groups: str, **settings: Any
+) -> list[Knobs]:
+    """The knobs during each step of the same run, from the cache's journal."""
+    asked = _settings(system, groups, **settings)
+    profile, shape = load_profile(hardware), target_shape(asked, trace.header)
+    events: list[Event] = []
+    cache = build_cache(
+        asked, trace.header.n_layers, trace.header.n_neurons,
+        prior=prior, shape=shape, profile=profile, evaluated=trace, journal=events.append,
     )  # fmt: skip
+    first = cache.controller.knobs
+    costs = costs_of(asked, profile, shape, cache)
+    run_trace(
+        trace, cache, costs,
+        trigger=asked.trigger, late=asked.late, predictions=Perfect(),
+        dispatch=asked.dispatch, lookahead_from=asked.lookahead_from,
+    )  # fmt: skip
+    after = [event.knobs for event in events if isinstance(event, StepEnded)]
+    return [first, *after[:-1]]
 
 
 def decode_steps(run: RunResult, **said: Any) -> pd.DataFrame:

@@ -1,5 +1,6 @@
-"""Figures of failure modes: a domain shift, a burst, one-hit neurons, a controller that never
-relaxes, a growing context. Each reads a table that a script of experiments/ makes.
+"""Figures of failure modes: a domain shift, a burst of cold neurons, neurons that fire once.
+
+Each reads a table that a script of experiments/ makes.
 """
 
 from __future__ import annotations

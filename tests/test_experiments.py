@@ -16,6 +16,7 @@ from toys import header, random_trace
 
 from kairox_sim import sweep
 from kairox_sim.figure_data import Moves
+from kairox_sim.plot_adaptation import idle_steps
 from kairox_sim.plot_systems import spread, where_metis_loses
 from kairox_sim.sweeps import Sweep, expand
 from kairox_sim.systems import SYSTEMS
@@ -311,3 +312,38 @@ def test_where_metis_loses_is_said_by_size_and_policy() -> None:
     assert where_metis_loses(table[table["method"] != "frequency"].iloc[:4]).startswith(
         "METIS has the most hits"
     )
+
+
+def test_the_ratchet_is_made_and_drawn(tmp_path: Path) -> None:
+    figure = module("fig13_ratchet")
+    spec = figure.SPEC | {"n_layers": 2, "phase_tokens": 40, "shown_layers": [0, 1]}
+    spec["workload"] = spec["workload"] | {"n_neurons": 864}
+    table = tmp_path / "t.parquet"
+    figure.make(table, spec)
+    rows = pd.read_parquet(table)
+    runs = dict(list(rows.groupby("controlled")))
+    assert set(runs) == set(spec["runs"])
+    assert (runs["fixed"]["threshold_scale"] == 1).all()
+    guide = runs["guide"].reset_index(drop=True)
+    fast = guide["density"] == 0.04
+    idle = idle_steps(guide)
+    assert idle[fast].all()
+    assert guide.loc[fast, "threshold_scale"].nunique() == 1
+    assert guide["threshold_scale"].min() < 1
+    decays = runs["paper"][["decay_0", "decay_1"]]
+    assert decays.iloc[0].tolist() == [0.5, 0.5]
+    assert decays.nunique().min() > 5
+    module("figure").draw_to(table, tmp_path, figure.STEM, figure.draw)
+    assert (tmp_path / "fig13_ratchet.png").is_file()
+
+
+def test_knobs_of_the_journal_are_those_of_the_records() -> None:
+    failures = module("failures")
+    trace = random_trace(n_layers=2, n_neurons=64, n_decode=20)
+    prior = random_trace(n_layers=2, n_neurons=64, n_decode=20, seed=1, source="b")
+    given = "kairox-guide", "pc1", prior, "metis:2"
+    asked = {"model_as": "prosparse-7b", "slots": 16}
+    recorded = failures.run_system(trace, *given, **asked).steps["threshold_scale"].tolist()
+    knobs = failures.knobs_in_force(trace, *given, **asked)
+    assert [knob.threshold_scale for knob in knobs] == recorded
+    assert len(set(recorded)) > 3
