@@ -6,7 +6,10 @@ says so: only ProSparse's predicted sets are published, so other models' are as 
 as their active sets (0.23 / 0.1068), found at the same recall, with the skew that their family has.
 
 A few layers stand for all (they are equally dense; head and memory are of the whole model), but for
-PowerInfer as shipped, whose fault is about which layer is which.
+PowerInfer as shipped, whose fault is about which layer is which. Measured on ProSparse-7B at
+persistence 0.6: 16 layers instead of 4 move the tokens/s of systems that move neurons by up to 7 %,
+256 tokens instead of 96 by up to 12 % (the released swap cap is still falling), and a prior of
+1,024 tokens instead of 128 PowerInfer's by 2 %.
 """
 
 from __future__ import annotations
