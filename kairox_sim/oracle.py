@@ -16,7 +16,7 @@ from kairox_sim.provenance import profile_sha256
 from kairox_sim.settings import Settings
 from kairox_sim.trace import Trace
 
-_KNOWN: dict[tuple[str, str, str], float] = {}  # what was simulated in this process
+_KNOWN: dict[tuple[str, int | None, str, str], float] = {}  # what was simulated in this process
 
 
 def oracle_settings(settings: Settings, slots: Sequence[int]) -> Settings | None:
@@ -48,6 +48,7 @@ def oracle_tpot_s(
         return math.nan
     key = (
         trace.sha256,
+        trace.truncated_at,
         profile_sha256(profile),
         json.dumps(asked.model_dump(mode="json"), sort_keys=True),
     )
