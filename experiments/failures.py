@@ -33,7 +33,7 @@ HOT_SHARE = 0.3  # the OSDI '26 paper calls the other 70 % cold
 
 
 def run_system(
-    trace: Trace, system: str, hardware: str, prior: Trace, groups: str, **settings: Any
+    trace: Trace, system: str, hardware: str, prior: Trace | None, groups: str, **settings: Any
 ) -> RunResult:
     """A system as it is, its groups, if it has any, made to measure."""
     return simulate(trace, _settings(system, groups, **settings), hardware=hardware, prior=prior)

@@ -10,6 +10,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from kairox_sim.plot_failures import SYSTEM_LOOKS, grid, handle
 from kairox_sim.plot_runs import BUSY, labels_of
 from kairox_sim.plot_style import (
     BLACK,
@@ -20,6 +21,7 @@ from kairox_sim.plot_style import (
     VERMILLION,
     footer,
     house_style,
+    legend,
     new_figure,
 )
 
@@ -102,3 +104,52 @@ def _ratchet_notes(runs: dict[str, pd.DataFrame]) -> list[str]:
         f"{took_ms['fixed']:.1f} with threshold_scale held at 1; the GPU waits for the CPU "
         f"{waits:.0%} of the time all the same, and that is what the paper's decay goes by.",
     ]
+
+
+# -- a growing context -----------------------------------------------------------------------------
+
+
+def plot_context(table: pd.DataFrame) -> Figure:
+    """Tokens per second and the share of FFN neurons on the GPU, over the context."""
+    ok = table[table["status"] == "ok"]
+    models = list(dict.fromkeys(table["model"]))
+    with house_style():
+        figure, axes = grid(3, len(models), 5.4, sharex=True, sharey="row")
+        for column, model in enumerate(models):
+            ours = ok[ok["model"] == model]
+            for system, line in ours.groupby("system", sort=False):
+                look = SYSTEM_LOOKS[str(system)]
+                pen = {"color": look.color, "marker": look.marker, "ms": 3}
+                axes[0, column].plot(line["context"], line["tok_s_scaled"], **pen)
+                axes[1, column].plot(line["context"], 100 * line["resident_share"], **pen)
+            axes[0, column].set_title(model, loc="left", pad=3)
+            # The same of every system that runs attention on the GPU.
+            attention = table[table["model"] == model].drop_duplicates("context")
+            axes[2, column].plot(attention["context"], attention["attention_s"] * MS, color=BLACK)
+            bottom, ticks = axes[-1, column], sorted(table["context"].unique())
+            bottom.set_xlabel("context (tokens)")
+            bottom.set_xscale("log", base=2)
+            bottom.set_xticks(ticks, [f"{c:,}" for c in ticks], rotation=45)
+            bottom.minorticks_off()
+        names_of = ("tokens/s", "FFN neurons\non the GPU (%)", "attention on\nthe GPU (ms)")
+        for axis, name in zip(axes[:, 0], names_of, strict=True):
+            axis.set_ylim(0, None)
+            axis.set_ylabel(name)
+        names = [s for s in SYSTEM_LOOKS if s in set(ok["system"])]
+        legend(figure, [handle(s, marker=True) for s in names], n_columns=4)
+        footer(figure, labels_of(ok), *_context_notes(table))
+    return figure
+
+
+def _context_notes(table: pd.DataFrame) -> list[str]:
+    notes = [
+        "llama.cpp: dense, whole layers, of as many as the model has. The sparse systems have the "
+        "same slots."
+    ]
+    for model, ours in table[table["status"] != "ok"].groupby("model", sort=False):
+        which = f"{ours['system'].nunique()} sparse systems"
+        notes.append(
+            f"{model}: from {ours['context'].min():,} tokens on, {which} are refused: attention, "
+            "head, predictor, KV cache and margin alone do not fit."
+        )
+    return notes

@@ -51,7 +51,7 @@ SYSTEM_LOOKS: dict[str, Look] = {
 SMOOTH_STEPS = 60
 
 
-def _grid(
+def grid(
     n_rows: int, n_columns: int, height_in: float, **shared: Any
 ) -> tuple[Figure, NDArray[np.object_]]:
     """Panels [n_rows, n_columns] over two columns of a page."""
@@ -66,7 +66,7 @@ def plot_domain_shift(table: pd.DataFrame) -> Figure:
     """Time per token over steps, and against static placement profiled on all domains."""
     machines = list(dict.fromkeys(table["machine"]))
     with house_style():
-        figure, axes = _grid(2, len(machines), 4.3, sharex=True, sharey="row")
+        figure, axes = grid(2, len(machines), 4.3, sharex=True, sharey="row")
         for column, machine in enumerate(machines):
             ours = table[table["machine"] == machine]
             of_all = ours["profiled_on"] == "all domains"
@@ -86,7 +86,7 @@ def plot_domain_shift(table: pd.DataFrame) -> Figure:
         axes[0, 0].set_ylabel("time per token (ms)")
         axes[1, 0].set_ylabel("against static, profiled\non all five domains")
         names = [s for s in SYSTEM_LOOKS if s in set(table["system"])]
-        handles = [_handle(s, lw=1.8 if s == "powerinfer" else 1.0) for s in names]
+        handles = [handle(s, lw=1.8 if s == "powerinfer" else 1.0) for s in names]
         handles.append(
             Line2D([], [], color=GREEN, ls=(0, (2, 1)), label="PowerInfer, all five domains")
         )
@@ -107,7 +107,8 @@ def _smooth(steps: pd.DataFrame) -> pd.Series:
         part.rolling(SMOOTH_STEPS, center=True, min_periods=SMOOTH_STEPS // 4).median()
         for _, part in steps.groupby("seq", sort=False)["token_s"]
     ]
-    return pd.concat(parts).reset_index(drop=True)
+    smooth: pd.Series = pd.concat(parts).reset_index(drop=True)
+    return smooth
 
 
 def _mark_domains(panels: NDArray[np.object_], steps: pd.DataFrame) -> None:
@@ -129,7 +130,8 @@ def domain_shift_costs(table: pd.DataFrame) -> pd.Series:
     after = table[table["seq"] != table["seq"].iloc[0]]
     of_all = after["profiled_on"] == "all domains"
     means = after[~of_all].groupby("system", sort=False)["token_s"].mean()
-    return means / float(after.loc[of_all, "token_s"].mean())
+    costs: pd.Series = means / float(after.loc[of_all, "token_s"].mean())
+    return costs
 
 
 def _after_the_shift(rows: pd.DataFrame, machine: str) -> str:
@@ -152,7 +154,7 @@ def plot_burst(table: pd.DataFrame) -> Figure:
     """What a burst of cold neurons adds to its token, over the size of the burst."""
     machines = list(dict.fromkeys(table["machine"]))
     with house_style():
-        figure, axes = _grid(2, len(machines), 5.0, sharex=True, sharey="row")
+        figure, axes = grid(2, len(machines), 5.0, sharex=True, sharey="row")
         for row, (panel, title) in enumerate(_PANELS):
             for column, machine in enumerate(machines):
                 ours = table[(table["panel"] == panel) & (table["machine"] == machine)]
@@ -164,7 +166,7 @@ def plot_burst(table: pd.DataFrame) -> Figure:
         for axis in axes[:, 0]:
             axis.set_ylabel("added to the token (ms)")
         names = [s for s in SYSTEM_LOOKS if s in set(table["system"])]
-        handles = [_handle(s, marker=True) for s in names]
+        handles = [handle(s, marker=True) for s in names]
         handles += [
             Line2D([], [], color=BLACK, lw=0.9, ls=style, label=name)
             for _, name, style in _PER_NEURON
@@ -230,7 +232,7 @@ def _microseconds(table: pd.DataFrame) -> list[tuple[str, str]]:
     ]
 
 
-def _handle(system: str, *, marker: bool = False, lw: float = 1.0) -> Line2D:
+def handle(system: str, *, marker: bool = False, lw: float = 1.0) -> Line2D:
     look = SYSTEM_LOOKS[system]
     return Line2D(
         [], [], color=look.color, lw=lw, label=look.name,
@@ -265,7 +267,7 @@ def plot_thrash(table: pd.DataFrame) -> Figure:
     rows = table.assign(wasted_per_layer_step=table["wasted_share"] * table["loads_per_layer_step"])
     cases = list(dict.fromkeys(zip(rows["machine"], rows["copies"], strict=True)))
     with house_style():
-        figure, axes = _grid(3, len(cases), 4.8, sharex=True, sharey="row")
+        figure, axes = grid(3, len(cases), 4.8, sharex=True, sharey="row")
         for column, (machine, copies) in enumerate(cases):
             ours = rows[(rows["machine"] == machine) & (rows["copies"] == copies)]
             for policy, line in ours.groupby("policy", sort=False):

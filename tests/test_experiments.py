@@ -9,19 +9,16 @@ import tomllib
 from pathlib import Path
 from types import ModuleType
 
-import numpy as np
 import pandas as pd
 import pytest
-from toys import header, random_trace
+from toys import random_trace
 
 from kairox_sim import sweep
 from kairox_sim.figure_data import Moves
-from kairox_sim.plot_adaptation import idle_steps
 from kairox_sim.plot_systems import spread, where_metis_loses
 from kairox_sim.sweeps import Sweep, expand
 from kairox_sim.systems import SYSTEMS
-from kairox_sim.trace import SequenceInfo, Trace, write_trace
-from kairox_sim.trace_stats import counts
+from kairox_sim.trace import write_trace
 
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "experiments"
@@ -153,98 +150,6 @@ def test_anb_is_made_and_drawn_with_what_every_setting_did(tmp_path: Path) -> No
     assert (tmp_path / "fig06_anb.png").is_file()
 
 
-def test_domain_shift_is_made_and_drawn(tmp_path: Path) -> None:
-    figure = module("fig10_domain_shift")
-    table = tmp_path / "t.parquet"
-    traces = (of_two_domains(seed) for seed in (0, 1))
-    figure.make(table, *traces)
-    rows = pd.read_parquet(table)
-    cases = {(system, "prose") for system in figure.SPEC["systems"]}
-    cases |= {(figure.SPEC["reference"], "all domains")}
-    assert set(zip(rows["system"], rows["profiled_on"], strict=True)) == cases
-    assert rows["machine"].unique().tolist() == ["pc1", "pc2"]
-    assert rows["domain"].unique().tolist() == ["prose", "code"]
-    ratio = 32 / 2  # layers, model over trace
-    assert rows["token_s"].to_numpy() == pytest.approx(rows["wall_s"].to_numpy() * ratio)
-    module("figure").draw_to(table, tmp_path, figure.STEM, figure.draw)
-    assert (tmp_path / "fig10_domain_shift.png").is_file()
-
-
-def of_two_domains(seed: int) -> Trace:
-    """Two sequences of 12 tokens; nothing that fires in one fires in the other."""
-    n_neurons, n_tokens = 896, 12
-    rng = np.random.default_rng(seed)
-    bits = rng.random((2, n_tokens, 2, n_neurons)) < 0.2  # [seq, token, layer, neuron]
-    bits[0, ..., 448:] = bits[1, ..., :448] = False
-    sequences = tuple(
-        SequenceInfo(i, domain, f"{domain}{seed}", str(seed) * 64, 0, n_tokens)
-        for i, domain in enumerate(("prose", "code"))
-    )
-    seq, step, layer = (part.ravel() for part in np.mgrid[:2, :n_tokens, :2])
-    return Trace.from_arrays(
-        header(2, n_neurons, sequences=sequences),
-        seq=seq, step=step + seq * n_tokens, token=step, layer=layer, phase=np.ones_like(seq),
-        bits=bits.reshape(-1, n_neurons),
-    )  # fmt: skip
-
-
-def test_a_burst_is_planted_where_it_was_asked_for() -> None:
-    failures = module("failures")
-    trace = random_trace(n_layers=2, n_neurons=64, n_decode=6, prefill=0)
-    cold = failures.cold_ids(trace, 1)
-    assert len(cold) == 64 - round(0.3 * 64)
-    fired = counts(trace)[1]
-    assert fired[cold].max() <= fired[np.setdiff1d(np.arange(64), cold)].min()
-    burst = failures.planted(trace, 1, cold, {4: 20})
-    for step, before in zip(burst.steps(), trace.steps(), strict=True):
-        assert step.active(0).tolist() == before.active(0).tolist()
-        new = np.setdiff1d(step.active(1), before.active(1))
-        assert len(new) == (20 if step.step == 4 else 0)
-        assert np.isin(new, cold).all()
-        assert np.isin(before.active(1), step.active(1)).all()
-
-
-def test_bursts_are_made_and_drawn(tmp_path: Path) -> None:
-    figure = module("fig11_burst")
-    small = {"n_layers": 2, "prior_tokens": 8, "systems": ["powerinfer", "lru", "kairox-paper"]}
-    spec = figure.SPEC | small
-    for part in ("burst", "swings"):
-        changed = {"layer": 1, "step": 3, "n_tokens": 2, "sizes": [100, 1500]}
-        workload = spec[part]["workload"] | {"n_neurons": 512}
-        spec[part] = spec[part] | changed | {"workload": workload}
-    spec["swings"] |= {"largest": 500}
-    table = tmp_path / "t.parquet"
-    figure.make(table, spec)
-    rows = pd.read_parquet(table)
-    assert len(rows) == 2 * 3 * (2 + 2)
-    one = rows[(rows["panel"] == "burst") & (rows["system"] == "powerinfer")]
-    per_neuron_s = one["added_s"] / one["cold_neurons"]
-    # On the CPU at half the memory's rate, where the set is static: see the profiles.
-    assert per_neuron_s.to_numpy() == pytest.approx(2 * one["roofline_s"].to_numpy(), rel=0.3)
-    assert (rows["listing_s"] * 1e6).unique() == pytest.approx([15])
-    assert (rows["prose_s"] * 1e6).unique() == pytest.approx([80e3 / 1500])
-    module("figure").draw_to(table, tmp_path, figure.STEM, figure.draw)
-    assert (tmp_path / "fig11_burst.png").is_file()
-
-
-def test_thrash_is_made_and_drawn(tmp_path: Path) -> None:
-    figure = module("fig12_thrash")
-    policies = ["lru", "tam", "tam_paper", "static", "none"]
-    small = {"n_layers": 1, "n_tokens": 48, "one_hit_shares": [0.4, 0.8], "policies": policies}
-    table = tmp_path / "t.parquet"
-    figure.make(table, figure.SPEC | small)
-    rows = pd.read_parquet(table)
-    assert len(rows) == 2 * 2 * 2 * len(policies)
-    shares = rows["one_hit_share"].unique().tolist()
-    assert shares == pytest.approx([0.4, 0.8], abs=0.05)
-    one_copy_each = rows[rows["copies"] == "bundle"].set_index(["machine", "policy"])
-    # The filter that the Kairox Guide speaks of: TAM wastes few of its loads, LRU most of them.
-    wasted = one_copy_each["wasted_share"]
-    assert wasted.xs("tam", level="policy").max() < 0.2 < wasted.xs("lru", level="policy").min()
-    module("figure").draw_to(table, tmp_path, figure.STEM, figure.draw)
-    assert (tmp_path / "fig12_thrash.png").is_file()
-
-
 def test_systems_are_drawn_and_listed_from_their_own_sweep(tmp_path: Path) -> None:
     figure = module("fig08_hits_and_throughput")
     plan = Sweep.load(FOLDER / "fig08_hits_and_throughput.toml")
@@ -312,38 +217,3 @@ def test_where_metis_loses_is_said_by_size_and_policy() -> None:
     assert where_metis_loses(table[table["method"] != "frequency"].iloc[:4]).startswith(
         "METIS has the most hits"
     )
-
-
-def test_the_ratchet_is_made_and_drawn(tmp_path: Path) -> None:
-    figure = module("fig13_ratchet")
-    spec = figure.SPEC | {"n_layers": 2, "phase_tokens": 40, "shown_layers": [0, 1]}
-    spec["workload"] = spec["workload"] | {"n_neurons": 864}
-    table = tmp_path / "t.parquet"
-    figure.make(table, spec)
-    rows = pd.read_parquet(table)
-    runs = dict(list(rows.groupby("controlled")))
-    assert set(runs) == set(spec["runs"])
-    assert (runs["fixed"]["threshold_scale"] == 1).all()
-    guide = runs["guide"].reset_index(drop=True)
-    fast = guide["density"] == 0.04
-    idle = idle_steps(guide)
-    assert idle[fast].all()
-    assert guide.loc[fast, "threshold_scale"].nunique() == 1
-    assert guide["threshold_scale"].min() < 1
-    decays = runs["paper"][["decay_0", "decay_1"]]
-    assert decays.iloc[0].tolist() == [0.5, 0.5]
-    assert decays.nunique().min() > 5
-    module("figure").draw_to(table, tmp_path, figure.STEM, figure.draw)
-    assert (tmp_path / "fig13_ratchet.png").is_file()
-
-
-def test_knobs_of_the_journal_are_those_of_the_records() -> None:
-    failures = module("failures")
-    trace = random_trace(n_layers=2, n_neurons=64, n_decode=20)
-    prior = random_trace(n_layers=2, n_neurons=64, n_decode=20, seed=1, source="b")
-    given = "kairox-guide", "pc1", prior, "metis:2"
-    asked = {"model_as": "prosparse-7b", "slots": 16}
-    recorded = failures.run_system(trace, *given, **asked).steps["threshold_scale"].tolist()
-    knobs = failures.knobs_in_force(trace, *given, **asked)
-    assert [knob.threshold_scale for knob in knobs] == recorded
-    assert len(set(recorded)) > 3
