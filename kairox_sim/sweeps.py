@@ -44,6 +44,7 @@ from kairox_sim.provenance import code_version, profile_sha256
 from kairox_sim.settings import Settings, label
 from kairox_sim.settings_file import explain, owner_of, read_toml, setting_keys, whole_keys
 from kairox_sim.simulation import machine, simulate
+from kairox_sim.systems import find_system
 from kairox_sim.trace import Trace, read_trace
 
 OWN_LINK = "own"
@@ -149,7 +150,10 @@ def _merged(base: Mapping[str, Any], axes: Mapping[str, Any]) -> dict[str, Any]:
 def _cell(overrides: Mapping[str, Any]) -> Cell:
     values = dict(overrides)
     hardware, link = str(values.pop("hardware", "pc1")), values.pop("link", OWN_LINK)
-    in_force = (values.get("policy", "tam"), values.get("controller", "fixed"))
+    named = values.get("system")
+    preset = {} if named is None else find_system(str(named)).settings
+    chosen = {"policy": "tam", "controller": "fixed", **preset, **values}
+    in_force = (chosen["policy"], chosen["controller"])
     for key in list(values):
         if owner_of(key) is not None and owner_of(key) not in in_force:
             del values[key]

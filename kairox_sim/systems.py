@@ -84,12 +84,13 @@ SYSTEMS: dict[str, System] = {
             "Neuralink (Ripple), ASPLOS '25, arXiv 2410.19274",
             {
                 **_SPARSE, "policy": "s3fifo_segments", "layout": "linked", "trigger": "serial",
-                "dispatch": "gpu", "copies": "bundle",
+                "dispatch": "gpu", "copies": "bundle", "swap_neurons": 4096,
             },
             "Its flash is the host's memory here and its DRAM the GPU's. Linking: a greedy path on "
             "1 - P(ij) over each neuron's 32 strongest edges, two links a neuron. Reads collapse "
             "while gap x bytes / rate < copy_fixed_s, and the gap's bytes are charged. Missing "
-            "stretches of 4 neurons or more are admitted with probability 0.5.",
+            "stretches of 4 neurons or more are admitted with probability 0.5. A swap is large, for "
+            "no read is longer than one.",
         ),
         System(
             "qinfer",
