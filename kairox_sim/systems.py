@@ -89,8 +89,8 @@ SYSTEMS: dict[str, System] = {
             "Its flash is the host's memory here and its DRAM the GPU's. Linking: a greedy path on "
             "1 - P(ij) over each neuron's 32 strongest edges, two links a neuron. Reads collapse "
             "while gap x bytes / rate < copy_fixed_s, and the gap's bytes are charged. Missing "
-            "stretches of 4 neurons or more are admitted with probability 0.5. A swap is large, for "
-            "no read is longer than one.",
+            "stretches of 4 neurons or more are admitted with probability 0.5. A swap is large: no "
+            "read is longer than one.",
         ),
         System(
             "qinfer",
