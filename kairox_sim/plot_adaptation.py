@@ -10,7 +10,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from kairox_sim.plot_failures import SYSTEM_LOOKS, grid, handle
+from kairox_sim.plot_failures import grid, handles_of, system_pens
 from kairox_sim.plot_runs import BUSY, labels_of
 from kairox_sim.plot_style import (
     BLACK,
@@ -112,14 +112,13 @@ def _ratchet_notes(runs: dict[str, pd.DataFrame]) -> list[str]:
 def plot_context(table: pd.DataFrame) -> Figure:
     """Tokens per second and the share of FFN neurons on the GPU, over the context."""
     ok = table[table["status"] == "ok"]
-    models = list(dict.fromkeys(table["model"]))
+    models, drawn = list(dict.fromkeys(table["model"])), system_pens(table["system"])
     with house_style():
         figure, axes = grid(3, len(models), 5.4, sharex=True, sharey="row")
         for column, model in enumerate(models):
             ours = ok[ok["model"] == model]
             for system, line in ours.groupby("system", sort=False):
-                look = SYSTEM_LOOKS[str(system)]
-                pen = {"color": look.color, "marker": look.marker, "ms": 3}
+                pen = drawn[str(system)]
                 axes[0, column].plot(line["context"], line["tok_s_scaled"], **pen)
                 axes[1, column].plot(line["context"], 100 * line["resident_share"], **pen)
             axes[0, column].set_title(model, loc="left", pad=3)
@@ -135,8 +134,7 @@ def plot_context(table: pd.DataFrame) -> Figure:
         for axis, name in zip(axes[:, 0], names_of, strict=True):
             axis.set_ylim(0, None)
             axis.set_ylabel(name)
-        names = [s for s in SYSTEM_LOOKS if s in set(ok["system"])]
-        legend(figure, [handle(s, marker=True) for s in names], n_columns=4)
+        legend(figure, handles_of(drawn), n_columns=4)
         footer(figure, labels_of(ok), *_context_notes(table))
     return figure
 

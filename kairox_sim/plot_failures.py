@@ -5,6 +5,7 @@ Each reads a table that a script of experiments/ makes.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -18,37 +19,45 @@ from numpy.typing import NDArray
 from kairox_sim.plot_runs import labels_of
 from kairox_sim.plot_style import (
     BLACK,
-    BLUE,
     COLUMN_IN,
-    GREEN,
+    FILLS,
     GREY,
-    ORANGE,
-    POLICY_LOOKS,
-    PURPLE,
-    SKY,
-    VERMILLION,
-    YELLOW,
     Look,
     footer,
     house_style,
     legend,
+    look_of,
+    look_of_system,
 )
-from kairox_sim.policies import BOUNDS
+from kairox_sim.systems import find_system
 
 MS = 1e3  # per second
-SYSTEM_LOOKS: dict[str, Look] = {
-    "llama.cpp": Look("llama.cpp", GREY, "X"),
-    "powerinfer": Look("PowerInfer", GREEN, "D"),
-    "qinfer": Look("Q-Infer", SKY, "P"),
-    "lru": Look("LRU", BLUE, "s"),
-    "lfu": Look("LFU", PURPLE, "^"),
-    "kairox-guide": Look("Kairox, guide", VERMILLION, "o"),
-    "kairox-paper": Look("Kairox, paper", ORANGE, "v"),
-    "kairox-released": Look("Kairox, released", BLACK, "*"),
-    "neuralink-eager": Look("Neuralink, eager", GREY, "h"),
-    "fiddler": Look("Fiddler", YELLOW, "p"),
-}
+_STYLES = ("-", (0, (4, 1.5)), (0, (1, 1)), (0, (5, 1, 1, 1)), (0, (3, 1, 1, 1, 1, 1)))
 SMOOTH_STEPS = 60
+
+
+def pens(looks: Iterable[Look]) -> dict[str, dict[str, Any]]:
+    """How to plot each look, by its name: those of one colour differ in line and in
+    how the marker is filled."""
+    found: dict[str, dict[str, Any]] = {}
+    for look in looks:
+        same = sum(pen["color"] == look.color for pen in found.values())
+        found[look.name] = {
+            "color": look.color, "marker": look.marker, "ms": 3.6, "mew": 0.7,
+            "ls": _STYLES[same % len(_STYLES)], "fillstyle": FILLS[same % len(FILLS)],
+        }  # fmt: skip
+    return found
+
+
+def system_pens(systems: Iterable[object]) -> dict[str, dict[str, Any]]:
+    """The same of systems, by their names."""
+    names = dict.fromkeys(map(str, systems))
+    return pens(look_of_system(name, find_system(name).settings["policy"]) for name in names)
+
+
+def handles_of(drawn: Mapping[str, Mapping[str, Any]]) -> list[Line2D]:
+    """Of a legend."""
+    return [Line2D([], [], label=name, **pen) for name, pen in drawn.items()]
 
 
 def grid(
@@ -65,6 +74,10 @@ def grid(
 def plot_domain_shift(table: pd.DataFrame) -> Figure:
     """Time per token over steps, and against static placement profiled on all domains."""
     machines = list(dict.fromkeys(table["machine"]))
+    drawn = {
+        system: pen | {"marker": "", "lw": 1.8 if system == "powerinfer" else 1.0}
+        for system, pen in system_pens(table["system"]).items()
+    }
     with house_style():
         figure, axes = grid(2, len(machines), 4.3, sharex=True, sharey="row")
         for column, machine in enumerate(machines):
@@ -72,30 +85,25 @@ def plot_domain_shift(table: pd.DataFrame) -> Figure:
             of_all = ours["profiled_on"] == "all domains"
             reference = _smooth(ours[of_all])
             for system, steps in ours[~of_all].groupby("system", sort=False):
-                look = SYSTEM_LOOKS[str(system)]
                 smooth = _smooth(steps)
-                wide = 1.8 if system == "powerinfer" else 1.0
-                axes[0, column].plot(smooth * MS, color=look.color, lw=wide)
-                axes[1, column].plot(smooth / reference, color=look.color, lw=wide)
-            axes[0, column].plot(reference * MS, color=GREEN, lw=1.2, ls=(0, (2, 1)))
-            axes[1, column].axhline(1, color=GREEN, lw=1.2, ls=(0, (2, 1)))
+                axes[0, column].plot(smooth * MS, **drawn[str(system)])
+                axes[1, column].plot(smooth / reference, **drawn[str(system)])
+            axes[0, column].plot(reference * MS, color=BLACK, ls="--")
+            axes[1, column].axhline(1, color=BLACK, ls="--")
             axes[0, column].set_title(machine, loc="left", pad=12)
             axes[1, column].set_xlabel("decode step")
             _mark_domains(axes[:, column], ours[of_all].reset_index(drop=True))
         axes[0, 0].set_ylim(0, None)
         axes[0, 0].set_ylabel("time per token (ms)")
         axes[1, 0].set_ylabel("against static, profiled\non all five domains")
-        names = [s for s in SYSTEM_LOOKS if s in set(table["system"])]
-        handles = [handle(s, lw=1.8 if s == "powerinfer" else 1.0) for s in names]
-        handles.append(
-            Line2D([], [], color=GREEN, ls=(0, (2, 1)), label="PowerInfer, all five domains")
-        )
+        handles = handles_of(drawn)
+        handles.append(Line2D([], [], color=BLACK, ls="--", label="powerinfer, all five domains"))
         legend(figure, handles, n_columns=4)
         footer(
             figure,
             labels_of(table),
             f"Median of {SMOOTH_STEPS} steps around each, within its domain; times at the model's "
-            "number of layers. Solid: whatever a system profiles, it profiles on the first domain.",
+            "number of layers. What a system profiles is the first domain; black: all five.",
             *(_after_the_shift(table[table["machine"] == m], m) for m in machines),
         )
     return figure
@@ -136,8 +144,8 @@ def domain_shift_costs(table: pd.DataFrame) -> pd.Series:
 
 def _after_the_shift(rows: pd.DataFrame, machine: str) -> str:
     costs = domain_shift_costs(rows)
-    each = ", ".join(f"{SYSTEM_LOOKS[str(s)].name} {v - 1:+.0%}" for s, v in costs.items())
-    return f"{machine}, mean after the shift against the dashed line: {each}."
+    each = ", ".join(f"{s} {v - 1:+.0%}" for s, v in costs.items())
+    return f"{machine}, mean after the shift against the black line: {each}."
 
 
 # -- a burst of cold neurons ----------------------------------------------------------------------
@@ -152,21 +160,20 @@ _PANELS = (("burst", "one burst"), ("swings", "a burst every token"))
 
 def plot_burst(table: pd.DataFrame) -> Figure:
     """What a burst of cold neurons adds to its token, over the size of the burst."""
-    machines = list(dict.fromkeys(table["machine"]))
+    machines, drawn = list(dict.fromkeys(table["machine"])), system_pens(table["system"])
     with house_style():
         figure, axes = grid(2, len(machines), 5.0, sharex=True, sharey="row")
         for row, (panel, title) in enumerate(_PANELS):
             for column, machine in enumerate(machines):
                 ours = table[(table["panel"] == panel) & (table["machine"] == machine)]
-                _draw_bursts(axes[row, column], ours)
+                _draw_bursts(axes[row, column], ours, drawn)
                 said = f"{machine}, {ours['model'].iloc[0]}: {title}"
                 axes[row, column].set_title(said, loc="left", pad=3)
         for axis in axes[-1]:
             axis.set_xlabel("cold neurons in one layer (of the model's)")
         for axis in axes[:, 0]:
             axis.set_ylabel("added to the token (ms)")
-        names = [s for s in SYSTEM_LOOKS if s in set(table["system"])]
-        handles = [handle(s, marker=True) for s in names]
+        handles = handles_of(drawn)
         handles += [
             Line2D([], [], color=BLACK, lw=0.9, ls=style, label=name)
             for _, name, style in _PER_NEURON
@@ -187,18 +194,15 @@ def plot_burst(table: pd.DataFrame) -> Figure:
     return figure
 
 
-def _draw_bursts(axes: Axes, rows: pd.DataFrame) -> None:
+def _draw_bursts(axes: Axes, rows: pd.DataFrame, drawn: Mapping[str, Mapping[str, Any]]) -> None:
     sizes = np.array([rows["cold_neurons"].min(), rows["cold_neurons"].max()])
     for column, _, style in _PER_NEURON:
         axes.plot(sizes, sizes * float(rows[column].iloc[0]) * MS, color=BLACK, lw=0.9, ls=style)
     one_burst = rows["panel"].iloc[0] == "burst"
     for system, ours in rows.groupby("system", sort=False):
-        look = SYSTEM_LOOKS[str(system)]
-        ours = ours[ours["added_s"] > 0].sort_values("cold_neurons")
-        axes.plot(
-            ours["cold_neurons"], ours["added_s"] * MS, color=look.color, marker=look.marker, ms=3,
-            ls="-" if one_burst else "", mec=_edge(look), mew=0.3,
-        )  # fmt: skip
+        longer = ours[ours["added_s"] > 0].sort_values("cold_neurons")
+        pen = {**drawn[str(system)], **({} if one_burst else {"ls": ""})}
+        axes.plot(longer["cold_neurons"], longer["added_s"] * MS, **pen)
     for axis, scale in ((axes.xaxis, axes.set_xscale), (axes.yaxis, axes.set_yscale)):
         scale("log")
         axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
@@ -216,7 +220,7 @@ def _stalls(rows: pd.DataFrame, machine: str, size: float) -> str:
     ours = rows[(rows["panel"] == "burst") & (rows["cold_neurons"] == size)]
     by_added = ours.sort_values("added_s")
     ends = [
-        f"{row['added_s'] * MS:.1f} ms ({SYSTEM_LOOKS[str(row['system'])].name})"
+        f"{row['added_s'] * MS:.1f} ms ({row['system']})"
         for _, row in by_added.iloc[[0, -1]].iterrows()
     ]
     said_ms = size * float(ours["prose_s"].iloc[0]) * MS
@@ -232,28 +236,8 @@ def _microseconds(table: pd.DataFrame) -> list[tuple[str, str]]:
     ]
 
 
-def handle(system: str, *, marker: bool = False, lw: float = 1.0) -> Line2D:
-    look = SYSTEM_LOOKS[system]
-    return Line2D(
-        [], [], color=look.color, lw=lw, label=look.name,
-        marker=look.marker if marker else "", ms=3.5, mec=_edge(look), mew=0.3,
-    )  # fmt: skip
-
-
-def _edge(look: Look) -> str:
-    """Yellow markers need an outline on white."""
-    return BLACK if look.color == YELLOW else look.color
-
-
 # -- neurons that fire once ------------------------------------------------------------------------
 
-_THRASH_LOOKS: dict[str, Look] = {
-    **{name: POLICY_LOOKS[name] for name in ("lru", "lfu", "tam", "static", "none")},
-    "s3fifo": Look("S3-FIFO", YELLOW, "P"),
-    "wtinylfu": Look("W-TinyLFU", SKY, "v"),
-    "arc": Look("ARC", BLACK, "*"),
-    "tam_paper": Look("TAM, paper, grouped", ORANGE, "h"),
-}
 _COPIED = {"gather": "one copy a swap", "bundle": "one copy a neuron"}
 _THRASH_ROWS = (
     ("tok_s_scaled", "tokens/s"),
@@ -265,39 +249,22 @@ _THRASH_ROWS = (
 def plot_thrash(table: pd.DataFrame) -> Figure:
     """Speed, hits and wasted loads over the share of neurons that fire once."""
     rows = table.assign(wasted_per_layer_step=table["wasted_share"] * table["loads_per_layer_step"])
+    names = {policy: look_of(str(policy)).name for policy in dict.fromkeys(rows["policy"])}
+    drawn = pens(look_of(str(policy)) for policy in names)
     cases = list(dict.fromkeys(zip(rows["machine"], rows["copies"], strict=True)))
     with house_style():
         figure, axes = grid(3, len(cases), 4.8, sharex=True, sharey="row")
         for column, (machine, copies) in enumerate(cases):
             ours = rows[(rows["machine"] == machine) & (rows["copies"] == copies)]
             for policy, line in ours.groupby("policy", sort=False):
-                look = _THRASH_LOOKS[str(policy)]
                 for axis, (value, _) in zip(axes[:, column], _THRASH_ROWS, strict=True):
-                    axis.plot(
-                        line["one_hit_share"], line[value], color=look.color, marker=look.marker,
-                        ms=3, mec=_edge(look), mew=0.3, ls="--" if policy in BOUNDS else "-",
-                    )  # fmt: skip
+                    axis.plot(line["one_hit_share"], line[value], **drawn[names[policy]])
             axes[0, column].set_title(f"{machine}, {_COPIED[copies]}", loc="left", pad=3)
             axes[-1, column].set_xlabel("share that fires once")
         for axis, (_, name) in zip(axes[:, 0], _THRASH_ROWS, strict=True):
             axis.set_ylim(0, None)
             axis.set_ylabel(name)
-        handles = [
-            Line2D(
-                [],
-                [],
-                color=look.color,
-                marker=look.marker,
-                ms=3.5,
-                mec=_edge(look),
-                mew=0.3,
-                ls="--" if name in BOUNDS else "-",
-                label=look.name,
-            )
-            for name, look in _THRASH_LOOKS.items()
-            if name in set(rows["policy"])
-        ]
-        legend(figure, handles, n_columns=4)
+        legend(figure, handles_of(drawn), n_columns=5)
         most = float(rows["one_hit_activations"].max())
         footer(
             figure,

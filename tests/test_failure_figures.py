@@ -12,6 +12,7 @@ import pytest
 from toys import header, random_trace
 
 from kairox_sim.plot_adaptation import idle_steps
+from kairox_sim.plot_failures import domain_shift_costs, system_pens
 from kairox_sim.trace import SequenceInfo, Trace
 from kairox_sim.trace_stats import counts
 
@@ -183,3 +184,27 @@ def test_the_beginnings_of_sequences() -> None:
     trace = of_two_domains(0)
     part = module("fig14_context").beginnings(trace, 3)
     assert [step.step for step in part.steps()] == [0, 1, 2, 12, 13, 14]
+
+
+def test_the_cost_of_a_shift_is_of_the_steps_after_it() -> None:
+    rows = [
+        *(("powerinfer", "all domains", seq, 2.0) for seq in (0, 1)),
+        *(("powerinfer", "prose", seq, s) for seq, s in ((0, 1.0), (1, 3.0))),
+        *(("lru", "prose", seq, s) for seq, s in ((0, 9.0), (1, 2.5))),
+    ]
+    table = pd.DataFrame(rows, columns=["system", "profiled_on", "seq", "token_s"])
+    assert domain_shift_costs(table).to_dict() == {"powerinfer": 1.5, "lru": 1.25}
+
+
+def test_lines_of_one_colour_differ_in_style_and_fill() -> None:
+    drawn = system_pens(["kairox-guide", "lru", "kairox-paper", "kairox-released", "lru"])
+    assert list(drawn) == ["kairox-guide", "lru", "kairox-paper", "kairox-released"]
+    kairox = [pen for name, pen in drawn.items() if name != "lru"]
+    assert len({pen["color"] for pen in kairox}) == 1
+    assert len({str(pen["ls"]) for pen in kairox}) == len({pen["fillstyle"] for pen in kairox}) == 3
+    assert drawn["lru"]["ls"] == kairox[0]["ls"] == "-"
+
+
+def test_the_guides_controller_has_no_case_between_its_two() -> None:
+    busy = {"gpu_busy_s": [2, 2, 2, 2], "cpu_busy_s": [3, 1, 1, 2], "swap_busy_s": [1, 3, 1, 2]}
+    assert idle_steps(pd.DataFrame(busy)).tolist() == [False, False, True, True]
