@@ -5,7 +5,7 @@
 The Kairox Guide (failure modes) says that 1,500 cold neurons take more than 80 ms, 53 us each; its
 listing charges 15 us, and the host's memory needs 0.45 us (30,720 B at 68 GB/s, 13B, pc1). The
 OSDI '26 paper (section 3) saw OPT-6.7B's layer 0 swing by 0 to 3,000 between adjacent tokens.
---make simulates each token with and without the burst.
+Here 1,500 add 0.9 to 2.1 ms on pc1, 1.5 to 3.2 on pc2. --make simulates with and without them.
 """
 
 import tomllib

@@ -4,7 +4,8 @@
 
 The Kairox Guide's listing moves threshold_scale down where T_cpu is the largest and up only where
 T_io exceeds T_gpu; its prose has the same two cases. Neither acts in between. The OSDI '26 paper's
-controller (section 7, Algorithm 1) moves a decay per layer by what each layer waited for.
+controller (section 7, Algorithm 1) moves a decay per layer by what each layer waited for. Here both
+laws stay at 0.40 for all 120 steps of the fast phase, and of the decays only layer 0's comes back.
 --make simulates phases of more, fewer and again more active neurons first.
 """
 

@@ -4,7 +4,7 @@
 
 The Kairox Guide claims its speed-ups across context lengths; the OSDI '26 paper measures 1,024. A
 token of KV cache is 0.52 MB at 7B and 0.82 MB at 13B: VRAM that neurons, or llama.cpp's layers,
-no longer have. --make simulates first.
+no longer have: 68 to 45 % of the neurons at 7B, none at 13B from 1,606 on. --make simulates first.
 """
 
 import tomllib
