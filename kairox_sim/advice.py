@@ -13,6 +13,7 @@ from kairox_sim.policies import POLICIES
 from kairox_sim.settings_file import Settings
 from kairox_sim.settings_rules import trigger_of
 
+SORTED_ALIKE = 10  # layers 0 to 9 are in the same order as text and as numbers
 HEADROOM = 0.5  # slots over demand below which no policy can tell itself from another
 
 
@@ -44,6 +45,11 @@ def advice(
         said.append(
             f"budget above population: {most} slots asked for and a layer has {n_neurons:g} "
             "neurons: every neuron has a slot; slots count neurons of the trace, also in a stand-in"
+        )
+    if settings.placement == "solver-shipped" and len(slots) <= SORTED_ALIKE:
+        said.append(
+            f"placement 'solver-shipped' has the right ids: of {len(slots)} layers the order of "
+            "names is the order of numbers, and its defect begins beyond 10"
         )
     mean = sum(slots) / len(slots)
     if policy.fills in ("all", "none") or settings.dispatch == "layers":

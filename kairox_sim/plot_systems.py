@@ -18,6 +18,7 @@ from kairox_sim.plot_series import drawable, layers_ratio, only, provenance
 from kairox_sim.plot_style import (
     BLACK,
     BLUE,
+    FILLS,
     GREEN,
     GREY,
     SMALL_PT,
@@ -66,10 +67,12 @@ def plot_hits_and_throughput(table: pd.DataFrame, *, hardware: str | None = None
                 f"{said} per layer fit", fontsize=SMALL_PT, loc="left", color=GREY, pad=4
             )
             axes.set_ylabel("tokens/s")
-        panels[-1].set_xlabel("share of evaluated neurons that are hits", x=0.31)
+        panels[-1].set_xlabel("share of evaluated neurons that are hits", x=0.3)
         legend(figure, _line_handles(rows), n_columns=2)
         notes = ["Point: hit_on_time; its line begins at hit_resident"]
         here = table[table["hardware"].isin(rows["hardware"])]
+        if (rows["system"].notna() & rows["groups"].notna()).any():
+            notes.append("Groups count neurons of the trace")
         if refused := sorted(set(here.loc[here["status"] == "refused", "label"])):
             notes.append(f"Refused: {', '.join(refused)}")
         footer(figure, provenance(rows, here, *notes))
@@ -98,17 +101,18 @@ def _points(axes: Axes, rows: pd.DataFrame, top: float) -> None:
     """The points, and their names in a column at the right, each with a line to its point."""
     rows = rows.sort_values("tok_s_scaled")
     speeds = [float(speed) for speed in rows["tok_s_scaled"]]
-    heights = spread(speeds, least=0.062 * top, highest=top)
+    heights = spread(speeds, least=0.057 * top, highest=top)
     for (_, row), y, height in zip(rows.iterrows(), speeds, heights, strict=True):
         series = row["series"]
         look, x = series.look, float(row["hit_on_time"])
         axes.plot([float(row["hit_resident"]), x], [y, y], color=look.color, lw=0.7, zorder=2)
         axes.plot([x, 1.03, NAMES_FROM - 0.01], [y, height, height], color=tint(look.color, 0.55),
                   lw=0.4, zorder=1)  # fmt: skip
-        axes.plot([x], [y], ls="", color=look.color, marker=look.marker, ms=3.2, zorder=3)
+        axes.plot([x], [y], ls="", color=look.color, marker=look.marker, ms=3.2, zorder=3,
+                  fillstyle=FILLS[series.variant], markerfacecoloralt="white")  # fmt: skip
         axes.text(NAMES_FROM, height, series.name, color=look.color, fontsize=SMALL_PT,
                   va="center")  # fmt: skip
-    axes.set_xlim(-0.02, 1.62)
+    axes.set_xlim(-0.02, 1.72)
     axes.set_xticks([0, 0.25, 0.5, 0.75, 1])
     axes.set_ylim(0, top)
     axes.spines["bottom"].set_bounds(0, 1)

@@ -121,6 +121,15 @@ def test_the_window_is_the_layers_own_work_by_hand() -> None:
     assert said(4000, demand=float(enough) / 2, policy="lru", trigger="attn_out") == []
 
 
+def test_of_few_layers_a_placement_cannot_be_another_layers() -> None:
+    shipped = Settings(policy="static", placement="solver-shipped", gating="predicted", slots=4000)
+    (text,) = advice(shipped, costs(), [4000] * 10)
+    assert "has the right ids: of 10 layers" in text
+    assert advice(shipped, costs(), [4000] * 11) == []
+    right = shipped.with_overrides({"placement": "solver"})
+    assert advice(right, costs(), [4000] * 10) == []
+
+
 def test_a_run_says_it_with_what_it_evaluated() -> None:
     """About 13 of 64 neurons a layer-step."""
     trace = random_trace()
