@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from kairox_sim.cache import NeuronCache
 from kairox_sim.controllers import Anb, Controller, Fixed
 from kairox_sim.errors import KairoxError
-from kairox_sim.policies import POLICIES, Lru, build_policy
+from kairox_sim.policies import POLICIES, Lru
 from kairox_sim.policies.base import NOTHING, Observes, Trigger
 from kairox_sim.replay import replay
 
