@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from experiments.published import __main__ as everything
-from experiments.published import bars, fork_runs, guide_workloads, ratios
+from experiments.published import bars, figures, fork_runs, guide_workloads, ratios
 from experiments.published.data import SOURCES
 from experiments.published.fit import EACH_WITHIN, MEDIAN_WITHIN, refitted
 from experiments.published.machines import bars as published_bars
@@ -24,7 +24,7 @@ from experiments.published.runs import (
     workload_of,
     write_runs,
 )
-from experiments.published.tables import write_tables
+from experiments.published.tables import row, write_tables
 from kairox_sim.errors import KairoxError
 from kairox_sim.workload_presets import find_workload
 
@@ -201,3 +201,20 @@ def test_only_some_parts_can_be_made(tmp_path: Path) -> None:
     assert [line for line in said if line.startswith("[1/1] guide_listing")]
     with pytest.raises(SystemExit):
         everything.main(["--only", "nothing"])
+
+
+def test_figures_are_drawn_from_tables_and_a_missing_one_is_named(tmp_path: Path) -> None:
+    with pytest.raises(KairoxError, match=r"there is no copies\.csv to draw"):
+        figures.make(tmp_path, ["copies"])
+    rows = [
+        row("x", "queued copies of 4,352 B", 0.91, 0.7, "GB/s", kind="predicted"),
+        row("x", "68 KB, synchronised every 4", 14.6, 17.4, "us", kind="predicted"),
+        row("x", "1,024 scattered rows, one by one", 12.3, 6.3, "ms", kind="predicted"),
+    ]
+    write_tables(rows, tmp_path, "copies", "toy", {})
+    assert figures.make(tmp_path, ["copies"]) == ["copies"]
+    assert (tmp_path / "copies.png").is_file()
+
+
+def test_every_part_with_runs_has_its_figures() -> None:
+    assert {stem for part in everything.PARTS for stem in part.figures} == set(figures.STEMS)

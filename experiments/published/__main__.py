@@ -60,7 +60,7 @@ PARTS = (
     Part("ratios", "the paper's ratios and ablation", "paper", ratios.make,
          ("ratios_pc_low", "ratios_pc_high")),
     Part("copies", "what a copy costs: the paper's table 2, the fork's law and micro-benchmark",
-         "paper", _main_of(copies.main)),
+         "paper", _main_of(copies.main), ("copies",)),
     Part("guide_table", "the guide's throughput, time breakdown and hit rates", "guide",
          _main_of(guide_table.main)),
     Part("guide_workloads", "which machine and workload would give the guide's numbers", "guide",
@@ -69,7 +69,7 @@ PARTS = (
     Part("guide_listing", "the ten lines of the guide's listing", "guide",
          _main_of(guide_listing.main)),
     Part("fork_sweep", "the fork's group sizes, cap, filter, budgets, static oracle", "fork",
-         _main_of(fork_sweep.main)),
+         _main_of(fork_sweep.main), ("fork_sweep",)),
     Part("fork_runs", "the fork's RTX 3080 runs", "fork", fork_runs.make, ("fork_runs",)),
 )  # fmt: skip
 

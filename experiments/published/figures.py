@@ -10,20 +10,18 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
-from matplotlib.patches import Patch
 
 from experiments.published import bars, fork_runs, guide_workloads, ratios
 from experiments.published.data import number, table
 from experiments.published.machines import bars as published_bars
+from experiments.published.pairs import FITTED, SMALL_PRINT, Pair, draw_pairs, key, panels
 from experiments.published.runs import PERSISTENCES, Run, read_runs
+from experiments.published.table_figures import draw_copies, draw_sweep
 from kairox_sim.errors import KairoxError
 from kairox_sim.plot_style import (
     BLACK,
@@ -35,74 +33,12 @@ from kairox_sim.plot_style import (
     footer,
     house_style,
     save,
-    tint,
 )
 
 COLORS = {
     "llama.cpp": GREY, "PowerInfer": GREEN, "Neuralink": SKY, "Q-Infer": PURPLE,
     "Kairox": VERMILLION,
 }  # fmt: skip
-SMALL_PRINT = (
-    "Published bars light, simulated ones full: median over persistence 0, 0.3, 0.6, 0.9 of "
-    "synthetic sets, whiskers their range. Constants fitted on the llama.cpp bars alone."
-)
-
-
-@dataclass(frozen=True, slots=True)
-class Pair:
-    """One published bar and what was simulated for it, at each persistence."""
-
-    label: str
-    published: float
-    simulated: Sequence[float]
-    color: str
-    marks: Mapping[str, float]  # other readings of the same bar, by marker
-
-
-def draw_pairs(axes: Axes, pairs: Sequence[Pair], unit: str) -> None:
-    """Two bars a label; what was not simulated has one."""
-    for at, pair in enumerate(pairs):
-        axes.bar(at - 0.2, pair.published, 0.38, color=tint(pair.color, 0.6), edgecolor=pair.color)
-        if pair.simulated:
-            middle = median(pair.simulated)
-            reach = [[middle - min(pair.simulated)], [max(pair.simulated) - middle]]
-            axes.bar(at + 0.2, middle, 0.38, color=pair.color, edgecolor=pair.color)
-            if len(pair.simulated) > 1:
-                axes.errorbar(at + 0.2, middle, reach, color=BLACK, linewidth=0.8, capsize=1.5)
-        else:
-            axes.text(at + 0.2, 0, "does not fit", rotation=90, ha="center", va="bottom", size=5)
-        for marker, value in pair.marks.items():
-            axes.plot(at + 0.2, value, marker, color=BLACK, markersize=3, markerfacecolor="white")
-    axes.set_xticks(range(len(pairs)), [pair.label for pair in pairs])
-    axes.tick_params(axis="x", length=0)
-    axes.set_ylabel(unit)
-    axes.set_xlim(-0.6, len(pairs) - 0.4)
-    axes.set_ylim(bottom=0)
-
-
-def panels(n: int, n_columns: int, height_in: float) -> tuple[Figure, list[Axes]]:
-    """n panels in rows of n_columns, on a page's width."""
-    n_rows = -(-n // n_columns)
-    figure = Figure(figsize=(7.1, n_rows * height_in + 0.7), layout="constrained")
-    grid = figure.subplots(n_rows, n_columns, squeeze=False)
-    for axes in grid.ravel()[n:]:
-        axes.set_visible(False)
-    return figure, list(grid.ravel()[:n])
-
-
-def key(figure: Figure, marks: Mapping[str, str]) -> None:
-    """Published and simulated, and what the markers are."""
-    handles: list[Patch | Line2D] = [
-        Patch(facecolor=tint(GREY, 0.6), edgecolor=GREY, label="published"),
-        Patch(facecolor=GREY, edgecolor=GREY, label="simulated (synthetic sets)"),
-    ]
-    handles += [
-        Line2D([], [], marker=marker, color=BLACK, markerfacecolor="white", linestyle="none",
-               markersize=3, label=label)
-        for marker, label in marks.items()
-    ]  # fmt: skip
-    figure.legend(handles=handles, loc="outside upper left", ncols=len(handles), handlelength=1.4,
-                  columnspacing=1.2, borderaxespad=0.2)  # fmt: skip
 
 
 def draw_bars(runs: Sequence[Run], machine: str) -> Figure:
@@ -132,7 +68,7 @@ def draw_bars(runs: Sequence[Run], machine: str) -> Figure:
         axes.set_xticks(range(4), ["llama\n.cpp", "Power\nInfer", "Neura-\nlink", "Kairox"])
     key(figure, {"^": "PowerInfer serial", "v": "as shipped", "o": "Kairox released",
                  "s": "SparkInfer"})  # fmt: skip
-    footer(figure, f"{machine}, early bars of SparkInfer, figures/tput.png. {SMALL_PRINT} "
+    footer(figure, f"{machine}, early bars of SparkInfer, figures/tput.png. {SMALL_PRINT} {FITTED} "
            "Bars: PowerInfer concurrent, Kairox of the paper; markers: medians.")  # fmt: skip
     return figure
 
@@ -172,7 +108,10 @@ def draw_ratios(runs: Sequence[Run], machine: str, index: int) -> Figure:
     for axes in (left, right):
         axes.axhline(1, color=BLACK, linewidth=0.6, linestyle=":")
     key(figure, {"o": "released code"})
-    footer(figure, f"{machine}, Kairox, OSDI '26, section 9. {SMALL_PRINT} PowerInfer is serial.")
+    footer(
+        figure,
+        f"{machine}, Kairox, OSDI '26, section 9. {SMALL_PRINT} {FITTED} PowerInfer is serial.",
+    )
     return figure
 
 
@@ -209,7 +148,8 @@ def draw_guide(runs: Sequence[Run]) -> Figure:
         draw_pairs(grid[2 + column], times, "ms per token")
     key(figure, {"o": "Kairox released", "s": "paper"})
     footer(figure, "The guide's table and breakdown (LLaMA-2-13B FP16; here ProSparse-13B) on pc1; "
-           f"Kairox as in the guide. P.: PowerInfer, K.: Kairox. {SMALL_PRINT}")  # fmt: skip
+           f"Kairox as in the guide. P.: PowerInfer, K.: Kairox. {SMALL_PRINT} {FITTED}"
+    )  # fmt: skip
     return figure
 
 
@@ -235,7 +175,7 @@ def draw_fork(runs: Sequence[Run]) -> Figure:
         axes.tick_params(axis="x", labelsize=6)
     key(figure, {})
     footer(figure, "github.com/brothergiven/kairox.cpp on an RTX 3080, against kairox-released. "
-           f"{SMALL_PRINT}")  # fmt: skip
+           f"{SMALL_PRINT} {FITTED}")  # fmt: skip
     return figure
 
 
@@ -248,12 +188,16 @@ def _drawn(folder: Path, stem: str) -> Figure:
             return draw_ratios(known, stem[7:].replace("_", "-"), int(stem.endswith("high")))
         case "guide_workloads":
             return draw_guide(read_runs(folder / guide_workloads.TABLE_RUNS))
+        case "fork_sweep":
+            return draw_sweep(folder)
+        case "copies":
+            return draw_copies(folder)
         case _:
             return draw_fork(read_runs(folder / fork_runs.RUNS))
 
 
 STEMS = ("bars_pc_low", "bars_pc_high", "ratios_pc_low", "ratios_pc_high", "guide_workloads",
-         "fork_runs")  # fmt: skip
+         "fork_runs", "fork_sweep", "copies")  # fmt: skip
 
 
 def make(folder: Path, stems: Sequence[str] = STEMS) -> list[str]:
