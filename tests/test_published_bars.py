@@ -80,6 +80,7 @@ def test_a_row_passes_within_thirty_percent_and_a_miss_names_what_rules() -> Non
     far = bars.bar_row(BAMBOO, dataclasses.replace(TOY, tok_s=18.0))
     assert far.verdict == "miss"
     assert "waiting for the CPU rules" in far.why
+    assert "-0.68 ms a layer" in far.why  # (1000 / 29.7 - 1000 / 18) / 32
     assert far.why.endswith("groups chunks:16")
 
 
@@ -139,10 +140,10 @@ def test_predicted_sets_that_nobody_published_are_said_to_be_assumed() -> None:
 
 
 def test_runs_come_back_from_disk(tmp_path: Path) -> None:
-    runs = [TOY, dataclasses.replace(TOY, assumed="", wasted_share=nan)]
+    runs = [TOY, dataclasses.replace(TOY, assumed="", model="0.1", wasted_share=nan)]
     back = read_runs(write_runs(runs, tmp_path / "new" / "runs.csv"))
     assert back[0] == TOY
-    assert back[1].assumed == ""
+    assert (back[1].assumed, back[1].model) == ("", "0.1")
     assert back[1].wasted_share != back[1].wasted_share
     with pytest.raises(KairoxError, match=r"there is no other\.csv"):
         read_runs(tmp_path / "other.csv")

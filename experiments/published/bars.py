@@ -41,6 +41,7 @@ from experiments.published.runs import (
 )
 from experiments.published.tables import Row, order, row, write_tables
 from kairox_sim.errors import KairoxError
+from kairox_sim.model import find_shape
 
 STEM = "bars"
 RUNS = "bar_runs.csv"
@@ -94,10 +95,11 @@ def bar_row(bar: Bar, run: Run) -> Row:
     """One run against its bar; without a bar it is shown."""
     published = bar.published[BAR_OF[run.system]] if run.system in BAR_OF else nan
     at = "" if run.system in STILL else f", persistence {run.persistence:g}"
+    beyond_ms = 1e3 * (1 / published - 1 / run.tok_s) / find_shape(bar.shape).n_layers
     measured = (
         f"{run.resource()}; {run.hit_on_time:.0%} hits ({run.hit_resident:.0%} before), "
         f"{run.loads_per_layer_step:.0f} loads a layer-step, {run.slots} slots for "
-        f"{run.evaluated:.0f} evaluated."
+        f"{run.evaluated:.0f} evaluated; the bar takes {beyond_ms:+.2f} ms a layer beside it."
     )
     what = f"{run.machine}, {run.model}: {run.system}{at}"
     if run.system not in BAR_OF or run.machine != bar.machine:

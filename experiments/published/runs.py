@@ -327,6 +327,6 @@ def read_runs(path: Path) -> list[Run]:
             f"there is no {path.name} to read runs from; make it first, with python -m "
             "experiments.published"
         )
-    rows = pd.read_csv(path, keep_default_na=False, na_values=["nan", ""])
+    rows = pd.read_csv(path, keep_default_na=False, na_values=["nan", ""], dtype={"model": str})
     rows["assumed"] = rows["assumed"].fillna("")
     return [Run(**{str(k): v for k, v in row.items()}) for row in rows.to_dict("records")]
