@@ -199,7 +199,7 @@ def device_for(
         swap_neurons=settings.swap_neurons,
     )
     if costs is not None and settings.groups is not None:
-        device.costs = of_groups(costs, group_size(settings))
+        device.costs = of_groups(costs, group_size(settings, shape.n_neurons))
     return device
 
 

@@ -145,8 +145,8 @@ def groups_of(
         if evaluated is not None:
             require_unseen(groups, evaluated)
     else:
-        method, _, size = named.partition(":")
-        groups = group_neurons(prior, n_layers, n_neurons, int(size), method, settings.seed)
+        method, size = named.partition(":")[0], group_size(settings, n_neurons)
+        groups = group_neurons(prior, n_layers, n_neurons, size, method, settings.seed)
     found = groups.members.shape
     if found[0] != n_layers or found[1] * found[2] != n_neurons:
         raise KairoxError(
@@ -156,13 +156,25 @@ def groups_of(
     return groups.members
 
 
-def group_size(settings: Settings) -> int:
-    """Neurons that move together: 1 without groups."""
+def group_size(settings: Settings, n_neurons: int) -> int:
+    """Neurons of the trace that move together: 1 without groups.
+
+    METHOD:SIZE counts neurons of the model, as swap_neurons does: in a stand-in a group is about as
+    many bytes as on the model, a divisor of n_neurons and one neuron at least. A file's groups are
+    of the trace.
+    """
     if settings.groups is None:
         return 1
     if settings.groups.endswith(".parquet"):
         return read_groups(settings.groups).size
-    return int(settings.groups.partition(":")[2])
+    asked = int(settings.groups.partition(":")[2])
+    if settings.model_as is None:
+        return asked
+    bundles_per_neuron = shape_of(settings.model_as).n_neurons / n_neurons
+    if bundles_per_neuron == 1:
+        return asked
+    most = max(1, round(asked / bundles_per_neuron))
+    return max(size for size in range(1, most + 1) if n_neurons % size == 0)
 
 
 def gpu_over_cpu(profile: HardwareProfile) -> float:

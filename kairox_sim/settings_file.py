@@ -20,11 +20,13 @@ import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from kairox_sim.controllers import CONTROLLERS, Controller
+from kairox_sim.cost_model import Copies
+from kairox_sim.dispatch import Dispatch
 from kairox_sim.errors import KairoxError
 from kairox_sim.model import Gating, Predictor
 from kairox_sim.placement import Placement
 from kairox_sim.policies import POLICIES, Known, Policy, build_policy
-from kairox_sim.policies.base import Copies, Dispatch, Late, Observes, Trigger
+from kairox_sim.policies.base import Late, Observes, Trigger
 from kairox_sim.policies.future import Future
 from kairox_sim.systems import find_system
 from kairox_sim.units import is_size
@@ -49,7 +51,8 @@ class Settings(BaseModel):
     quarter of the neurons.
     placement, start: who is resident at the start, see placement.py; a policy that never moves
     anything starts with its placement, others as `start` says.
-    groups: neurons move in groups: the path of a file that `kairox group` wrote, or METHOD:SIZE.
+    groups: neurons move in groups: the path of a file that `kairox group` wrote, or METHOD:SIZE,
+    whose size counts neurons of the model, like swap_neurons.
     layout: the order of neurons in host memory; linked: co-active ones side by side.
     copies: how a swap becomes copies: gather (one), matrix (one a matrix), bundle (one a neuron),
     row (one a row); None: the machine's. copies_per_sync: synchronise after so many of them.

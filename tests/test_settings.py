@@ -19,6 +19,7 @@ from kairox_sim.policies import POLICIES
 from kairox_sim.settings import (
     Settings,
     build_cache,
+    group_size,
     label,
     load_prior,
     predictor_of,
@@ -218,6 +219,19 @@ def test_every_policy_can_be_built_from_its_name_alone(policy: str) -> None:
         prior=random_trace(), profile=load_profile("pc1"), evaluated=random_trace(source="b"),
     )  # fmt: skip
     cache.check()
+
+
+def test_groups_of_a_method_are_of_the_models_neurons() -> None:
+    """prosparse-7b has 172 neurons to one of these 64: a group of 16 is less than one of them."""
+    assert group_size(Settings(groups="chunks:16"), 64) == 16  # of its own model
+    as_7b = Settings(groups="chunks:16", model_as="prosparse-7b")
+    assert group_size(as_7b, 64) == 1
+    assert group_size(as_7b, 11008) == 16
+    many = as_7b.with_overrides({"groups": "chunks:1204"})  # 7 of them, and 4 is the next divisor
+    assert group_size(many, 64) == 4
+    cache = build_cache(many, 2, 64)
+    assert cache.swap_neurons == 4
+    assert group_size(Settings(), 64) == 1
 
 
 def test_density_budgets_by_hand() -> None:

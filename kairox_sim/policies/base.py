@@ -33,8 +33,6 @@ Trigger = Literal["attn_in", "attn_out", "serial", "after", "instant"]
 Observes = Literal["predicted", "active", "evaluated"]
 Late = Literal["cpu", "stall", "cancel"]
 Fills = Literal["slots", "prior", "all", "none"]
-Dispatch = Literal["concurrent", "serial", "gpu", "cost", "layers"]
-Copies = Literal["gather", "bundle", "matrix", "row"]
 
 
 @dataclass(frozen=True, slots=True)
