@@ -105,7 +105,8 @@ def test_bursts_are_made_and_drawn(tmp_path: Path) -> None:
 def test_thrash_is_made_and_drawn(tmp_path: Path) -> None:
     figure = module("fig12_thrash")
     policies = ["lru", "tam", "tam_paper", "static", "none"]
-    small = {"n_layers": 1, "n_tokens": 48, "one_hit_shares": [0.4, 0.8], "policies": policies}
+    small = {"n_layers": 1, "n_tokens": 48, "prior_tokens": 48, "policies": policies}
+    small |= {"one_hit_shares": [0.4, 0.8], "persistences": [0.6]}
     table = tmp_path / "t.parquet"
     figure.make(table, figure.SPEC | small)
     rows = pd.read_parquet(table)
