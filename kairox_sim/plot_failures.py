@@ -278,6 +278,6 @@ def plot_thrash(table: pd.DataFrame) -> Figure:
             "Share of the neurons that fire at all in the trace; the number that fire per token is "
             f"held, so the others fire more. At the right end they are {most:.0%} of all "
             "activations. Wasted loads are per layer-step. One trigger, one budget and perfect "
-            "prediction for all. LRU, LFU, S3-FIFO and ARC nearly coincide at persistence 0.6 and above.",
+            "prediction for all. LRU, LFU, S3-FIFO and ARC nearly coincide from 0.6 on.",
         )
     return figure
