@@ -152,7 +152,8 @@ def costs_of(
 
 def of_groups(costs: CostModel, size: int) -> CostModel:
     """The same where groups of `size` move: a plan goes over groups, and a swap is one."""
-    decide_neurons = max(1, costs.decide_neurons // size)
+    n_trace = round(costs.shape.n_neurons / costs.bundles_per_neuron)
+    decide_neurons = max(1, n_trace // size)
     return dataclasses.replace(costs, swap_neurons=size, decide_neurons=decide_neurons)
 
 
