@@ -83,6 +83,8 @@ def group_neurons(
             f"{n_neurons} neurons are no multiple of a group size of {size}; the nearest sizes "
             f"that divide are {', '.join(map(str, _divisors_near(n_neurons, size)))}"
         )
+    if not 0 <= seed < 2**63:
+        raise KairoxError(f"the seed of groups is {seed}; allowed: 0 to 2**63 - 1")
     learns = method in LEARNING
     if learns:
         if prior is None:
@@ -316,8 +318,12 @@ def read_groups(path: str | Path) -> Groups:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
+    place = Path(path)
+    if not place.is_file():  # Arrow's own error would name no file; of a folder it reads all
+        what = "is a folder" if place.is_dir() else "does not exist"
+        raise KairoxError(f"the groups file {str(path)!r} {what}; make one with `kairox group`")
     try:
-        table = pq.read_table(path)
+        table = pq.read_table(place)
         note: dict[str, Any] = json.loads((table.schema.metadata or {})[NOTE_KEY])
         if note.pop("format_version") != FORMAT_VERSION:
             raise KairoxError(f"{str(path)!r} is of another version of the groups format")

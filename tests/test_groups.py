@@ -175,6 +175,9 @@ def test_what_cannot_be_grouped() -> None:
         group_neurons(None, 1, 12, 4, "metis")
     with pytest.raises(KairoxError, match="1 layers of 12 neurons, and the groups are for 2 of 12"):
         group_neurons(trace, 2, 12, 4, "frequency")
+    for seed in (-1, 10**30):
+        with pytest.raises(KairoxError, match=f"seed of groups is {seed}"):
+            group_neurons(trace, 1, 12, 4, "metis", seed)
     with pytest.raises(KairoxError, match="empty"):
         group_neurons(of_sets([], 12), 1, 12, 4, "metis")
     with pytest.raises(KairoxError, match="each of 4 neurons of a layer once"):
@@ -274,6 +277,10 @@ def test_what_is_no_groups_file(tmp_path: Path) -> None:
     for path in (plain, other):
         with pytest.raises(KairoxError, match="not a groups file"):
             read_groups(path)
+    with pytest.raises(KairoxError, match="does not exist"):
+        read_groups(tmp_path / "none.parquet")
+    with pytest.raises(KairoxError, match="is a folder"):
+        read_groups(tmp_path)
     made = write_groups(group_neurons(None, 1, 4, 2, "chunks"), tmp_path / "made.parquet")
     import pyarrow.parquet as pq
 
