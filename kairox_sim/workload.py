@@ -12,6 +12,7 @@ import hashlib
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import inf
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +22,7 @@ from kairox_sim.firing_rates import Rates
 from kairox_sim.trace import SequenceInfo, Trace, TraceHeader, pack
 from kairox_sim.workload_sets import densities, layer_rates, layer_sets
 
+PREDICTED_AT = ("attn_in", "attn_out", "serial")
 _N_TOKEN_IDS = 32_000
 _PAIRED = 384  # quantiles of the rates whose pairs stand for all pairs
 
@@ -59,7 +61,7 @@ class Workload:
             raise KairoxError(f"workload: one_hit_share is {self.one_hit_share!r}, not in [0, 1)")
         if self.shift_every is not None and self.shift_every < 1:
             raise KairoxError(f"workload: shift_every is {self.shift_every!r} tokens; at least 1")
-        if not self.layer_profile or min(self.layer_profile) <= 0:
+        if not self.layer_profile or not all(0 < part < inf for part in self.layer_profile):
             raise KairoxError(
                 f"workload: layer_profile is {self.layer_profile!r}; give one positive number per "
                 "depth, or (1.0,) for equal layers"
@@ -93,6 +95,14 @@ def generate(
         )
     if not 1 <= layers <= workload.n_layers:
         raise KairoxError(f"n_layers is {layers}; {workload.name} has 1 to {workload.n_layers}")
+    for name, number in (("seed", seed), ("model_seed", model_seed)):
+        if number < 0:
+            raise KairoxError(f"{name} is {number}, must be 0 or more")
+    if predicted_trigger not in PREDICTED_AT:
+        raise KairoxError(
+            f"nothing is predicted at trigger {predicted_trigger!r}; allowed: "
+            f"{', '.join(PREDICTED_AT)}"
+        )
     known = workload.predicted is not None
     gating = gating or ("predicted" if known else "exact")
     if gating not in ("exact", "predicted") or (gating == "predicted" and not known):

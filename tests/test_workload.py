@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import re
 
 import numpy as np
@@ -266,12 +267,22 @@ def test_gating():
     "wrong",
     [
         {"recall": 1.5}, {"persistence": 1}, {"one_hit_share": 1.0}, {"shift_every": 0},
-        {"layer_profile": ()}, {"co_activation": 0.5}, {"group_size": 0},
+        {"layer_profile": ()}, {"layer_profile": (1.0, math.nan)}, {"co_activation": 0.5},
+        {"group_size": 0},
     ],
 )  # fmt: skip
 def test_wrong_workloads_are_refused(wrong):
     with pytest.raises(KairoxError, match=next(iter(wrong))):
         dataclasses.replace(SMALL, **wrong)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"seed": -1}, {"model_seed": -1}, {"predicted_trigger": "after"}], ids=str
+)
+def test_a_workload_is_not_made_of_what_no_run_could_use(wrong):
+    said = "trigger 'after'" if "predicted_trigger" in wrong else next(iter(wrong))
+    with pytest.raises(KairoxError, match=said):
+        generate(SMALL, 4, **wrong)
 
 
 # -- what caches make of it ------------------------------------------------------------------------

@@ -33,9 +33,12 @@ def workload(
         float | None, typer.Option(help="Correlation of a neuron with itself one token before.")
     ] = None,
     layers: Annotated[int | None, typer.Option(help="The first N layers only.")] = None,
-    seed: Annotated[int, typer.Option(help="What fires when: another text.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="What fires when: another text.")] = 0,
     model_seed: Annotated[
-        int, typer.Option(help="Which neurons are hot; a prior has the same one, another --seed.")
+        int,
+        typer.Option(
+            min=0, help="Which neurons are hot; a prior has the same one, another --seed."
+        ),
     ] = 0,
     gating: Annotated[
         str | None, typer.Option(help="exact or predicted. [default: predicted where it can be]")
