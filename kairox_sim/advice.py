@@ -51,12 +51,18 @@ def advice(
             f"placement 'solver-shipped' has the right ids: of {len(slots)} layers the order of "
             "names is the order of numbers, and its defect begins beyond 10"
         )
+    said += _idle(settings)
     mean = sum(slots) / len(slots)
     if policy.fills in ("all", "none") or settings.dispatch == "layers":
         return said
     if mean == 0:
         said.append("the budget is smaller than one neuron: 0 slots, everything is residual")
         return said
+    if settings.groups is not None and max(slots) < costs.swap_neurons:
+        said.append(
+            f"the budget is smaller than one group: groups of {costs.swap_neurons} neurons and "
+            f"{max(slots)} slots per layer at most, so that none ever moves in"
+        )
     expected = demand_of(costs) if demand is None else demand
     if expected is None or not expected > 0:
         return said
@@ -74,6 +80,33 @@ def advice(
         )
     said += _too_late(settings, costs, mean, expected)
     return said
+
+
+def _idle(settings: Settings) -> list[str]:
+    """Settings that were given and change nothing beside the others: a sweep over one of them would
+    compare a system with itself."""
+    policy, ahead = POLICIES[settings.policy], trigger_of(settings) in ("attn_in", "attn_out")
+    moves = policy.admits != "never"
+    copied = moves or settings.dispatch in ("gpu", "cost")
+    placed = policy.fills == "prior" or settings.start == "warm"
+    nothing_copied = f"policy {settings.policy!r} moves nothing"
+    without = {
+        "placement": None if placed else f"start is {settings.start!r}; give start warm",
+        "late": None if moves else nothing_copied,
+        "copies": None if copied else nothing_copied,
+        "copies_per_sync": None if copied else nothing_copied,
+        "layout": None if copied else nothing_copied,
+        "swap_neurons": None if settings.groups is None else "a swap is a group",
+        "lookahead_from": None if ahead else f"trigger is {trigger_of(settings)!r}",
+        "handovers": f"dispatch is {settings.dispatch!r}"
+        if settings.dispatch in ("gpu", "layers")
+        else None,
+    }
+    return [
+        f"{key} {getattr(settings, key)} plays no part: {why}"
+        for key, why in without.items()
+        if why is not None and getattr(settings, key) != Settings.model_fields[key].default
+    ]
 
 
 def _too_late(settings: Settings, costs: CostModel, slots: float, demand: float) -> list[str]:

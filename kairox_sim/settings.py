@@ -170,7 +170,13 @@ def group_size(settings: Settings, n_neurons: int) -> int:
     asked = int(settings.groups.partition(":")[2])
     if settings.model_as is None:
         return asked
-    bundles_per_neuron = shape_of(settings.model_as).n_neurons / n_neurons
+    n_model = shape_of(settings.model_as).n_neurons
+    if asked > n_model:
+        raise KairoxError(
+            f"groups {settings.groups!r}: a layer of {settings.model_as} has {n_model} neurons; "
+            "give a size that divides them"
+        )
+    bundles_per_neuron = n_model / n_neurons
     if bundles_per_neuron == 1:
         return asked
     most = max(1, round(asked / bundles_per_neuron))

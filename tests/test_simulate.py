@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 from toys import header, of_chunks, random_trace
 
 from kairox_sim import KairoxError, Settings, simulate, summarise
+from kairox_sim.advice import advice
+from kairox_sim.costs import costs_for
 from kairox_sim.hardware import load_profile
 from kairox_sim.metrics import RunResult
 from kairox_sim.model import find_shape
 from kairox_sim.policies import POLICIES
+from kairox_sim.systems import SYSTEMS
 from kairox_sim.trace import Trace, write_trace
 
 TRACE = random_trace()
@@ -281,6 +286,48 @@ def test_no_policy_headroom_is_said() -> None:
     assert any("budget below one step's demand" in text for text in few.warnings)
     filtered = run(policy="tam", slots=3).warnings  # chooses what to keep, of next to nothing
     assert [text.partition(":")[0] for text in filtered] == ["no policy headroom"]
+
+
+def test_a_budget_below_one_group_is_said() -> None:
+    few = run(policy="tam_paper", groups="random:11008", slots=24)
+    assert any(text.startswith("the budget is smaller than one group") for text in few.warnings)
+    assert few.totals["loads"] == 0
+    for size in (11009, 10**18):
+        with pytest.raises(KairoxError, match="has 11008 neurons"):
+            run(policy="tam_paper", groups=f"random:{size}")
+
+
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [
+        ({"policy": "lru", "placement": "solver"}, "start is 'empty'"),
+        ({"policy": "static", "late": "stall"}, "moves nothing"),
+        ({"policy": "static", "copies": "row"}, "moves nothing"),
+        ({"policy": "static", "copies_per_sync": 4}, "moves nothing"),
+        ({"policy": "lru", "groups": "random:2", "swap_neurons": 2}, "a swap is a group"),
+        ({"policy": "lru", "lookahead_from": 2}, "trigger is 'after'"),
+        ({"policy": "lru", "dispatch": "gpu", "handovers": 2}, "dispatch is 'gpu'"),
+    ],
+)
+def test_what_changes_nothing_is_said(changed: dict[str, Any], why: str) -> None:
+    key = list(changed)[-1]
+    without = {k: v for k, v in changed.items() if k != key}
+    result, other = run(**changed, prior=PRIOR), run(**without, prior=PRIOR)
+    mine = [text for text in result.warnings if text.startswith(f"{key} ")]
+    assert len(mine) == 1
+    assert "plays no part" in mine[0]
+    assert why in mine[0]
+    pd.testing.assert_frame_equal(result.steps, other.steps)
+    assert not any("plays no part" in text for text in other.warnings)
+
+
+def test_no_system_sets_what_changes_nothing() -> None:
+    pc1 = load_profile("pc1")
+    shape = find_shape("prosparse-7b")
+    costs = costs_for(pc1, shape, "oracle", trace_layers=6, trace_neurons=896)
+    for name in SYSTEMS:
+        said = advice(Settings.of({"system": name}), costs, [500] * 6)
+        assert not any("plays no part" in text for text in said), name
 
 
 def test_more_slots_than_neurons_is_said() -> None:
