@@ -183,7 +183,8 @@ class ModelShape:
         if self.predictor_rank is None:
             raise KairoxError(
                 f"model {self.name!r} has no published predictor, so its cost is unknown: "
-                "use predictor='lookahead' or 'none', or set predictor_rank"
+                "use predictor='lookahead' (or 'none', where the predictor does not decide what is "
+                "computed), or the costs of a model that has one (--as)"
             )
         return self.predictor_rank * (self.d_model + self.n_neurons)
 
