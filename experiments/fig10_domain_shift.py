@@ -5,7 +5,8 @@
 The Kairox Guide (failure modes) and the OSDI '26 paper (section 3) say that a static hot set fails
 when the activations shift. Here PowerInfer's set, profiled on prose alone, is held against itself
 profiled on all five domains (7 to 8 % longer a token after the shift), and against systems that
-move neurons (LRU 2 to 3 %, the forms of Kairox 10 to 41 %). --make simulates first.
+move neurons (LRU 2 to 4 %, Kairox as released 4 %, as the paper has it 16 to 18 %, as the guide has
+it 39 to 41 %). --make simulates first.
 """
 
 import tomllib

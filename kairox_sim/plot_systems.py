@@ -71,8 +71,6 @@ def plot_hits_and_throughput(table: pd.DataFrame, *, hardware: str | None = None
         legend(figure, _line_handles(rows), n_columns=2)
         notes = ["Point: hit_on_time; its line begins at hit_resident"]
         here = table[table["hardware"].isin(rows["hardware"])]
-        if (rows["system"].notna() & rows["groups"].notna()).any():
-            notes.append("Groups count neurons of the trace")
         if refused := sorted(set(here.loc[here["status"] == "refused", "label"])):
             notes.append(f"Refused: {', '.join(refused)}")
         footer(figure, provenance(rows, here, *notes))
