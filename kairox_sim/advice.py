@@ -51,7 +51,7 @@ def advice(
             f"placement 'solver-shipped' has the right ids: of {len(slots)} layers the order of "
             "names is the order of numbers, and its defect begins beyond 10"
         )
-    said += _idle(settings)
+    said += _at_odds(settings)
     mean = sum(slots) / len(slots)
     if policy.fills in ("all", "none") or settings.dispatch == "layers":
         return said
@@ -82,13 +82,14 @@ def advice(
     return said
 
 
-def _idle(settings: Settings) -> list[str]:
-    """Settings that were given and change nothing beside the others: a sweep over one of them would
-    compare a system with itself."""
+def _at_odds(settings: Settings) -> list[str]:
+    """Settings that do not go with the others: those that change nothing, so that a sweep over one
+    would compare a system with itself, and copies of what does not lie together."""
     policy, ahead = POLICIES[settings.policy], trigger_of(settings) in ("attn_in", "attn_out")
     moves = policy.admits != "never"
     copied = moves or settings.dispatch in ("gpu", "cost")
-    placed = policy.fills == "prior" or settings.start == "warm"
+    placed = policy.fills != "slots" or settings.start == "warm"
+    rows_lie_apart = settings.copies == "matrix" and settings.groups is None and copied
     nothing_copied = f"policy {settings.policy!r} moves nothing"
     without = {
         "placement": None if placed else f"start is {settings.start!r}; give start warm",
@@ -102,11 +103,17 @@ def _idle(settings: Settings) -> list[str]:
         if settings.dispatch in ("gpu", "layers")
         else None,
     }
-    return [
+    said = [
         f"{key} {getattr(settings, key)} plays no part: {why}"
         for key, why in without.items()
         if why is not None and getattr(settings, key) != Settings.model_fields[key].default
     ]
+    if rows_lie_apart:
+        said.append(
+            "copies matrix takes the rows of a swap to lie side by side, and without groups they "
+            "do not: it is faster than any machine; give groups, or copies gather or row"
+        )
+    return said
 
 
 def _too_late(settings: Settings, costs: CostModel, slots: float, demand: float) -> list[str]:

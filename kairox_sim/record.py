@@ -73,7 +73,8 @@ class StepRecord:
     loads_used_first: float  # loads met by their first on-time use in this step
     wasted: float  # loads evicted before their first use
     cancelled: float
-    evictions: float
+    evictions: float  # less those taken back where a copy was called off, of an earlier step
+    # perhaps: then it may be below 0, and its sum over the run still is what was evicted
     h2d_bytes: float  # of the loads issued (landed, if copies are called off) and of the fetched;
     # gaps read through included
     threshold_scale: float  # the knob in force during this step; nan if nothing reads it

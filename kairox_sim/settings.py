@@ -95,7 +95,9 @@ def build_cache(
         if settings.groups is None
         else groups_of(settings, n_layers, n_neurons, prior, evaluated)
     )
-    position = None if settings.layout == "natural" else link_order(_needed(prior, "its links"))
+    position = (
+        None if settings.layout == "natural" else link_order(_needed(prior, "layout 'linked'"))
+    )
     known = Known(
         rng=np.random.default_rng(settings.seed),
         future=_future(settings, evaluated, members),
@@ -303,6 +305,11 @@ def load_prior(settings: Settings, prior: Trace | str | Path | None = None) -> T
     if found is None:
         return None
     trace = found if isinstance(found, Trace) else read_trace(found)
+    if trace.n_tokens == 0:
+        raise KairoxError(
+            f"the prior {trace.path or 'given'} has no tokens, so nothing can be learnt from it; "
+            "record one, or leave it out"
+        )
     if settings.prior_sha256 not in (None, trace.sha256):
         raise KairoxError(
             f"the prior {trace.path or 'given'} has sha256 {trace.sha256[:12]}... and the settings "

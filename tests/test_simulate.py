@@ -321,6 +321,18 @@ def test_what_changes_nothing_is_said(changed: dict[str, Any], why: str) -> None
     assert not any("plays no part" in text for text in other.warnings)
 
 
+def test_a_copy_per_matrix_needs_groups() -> None:
+    said = [run(policy="lru", copies="matrix", **g).warnings for g in ({}, {"groups": "random:2"})]
+    assert [any("side by side" in text for text in texts) for texts in said] == [True, False]
+
+
+@pytest.mark.parametrize("slots", [24, "density"])
+def test_a_prior_without_tokens_teaches_nothing_and_is_refused(slots: object) -> None:
+    empty = PRIOR.select(seqs=[], steps=[])
+    with pytest.raises(KairoxError, match="has no tokens"):
+        run(policy="static", slots=slots, prior=empty)
+
+
 def test_no_system_sets_what_changes_nothing() -> None:
     pc1 = load_profile("pc1")
     shape = find_shape("prosparse-7b")
