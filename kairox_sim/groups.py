@@ -61,6 +61,12 @@ class Groups:
         return int(self.members.shape[1] * self.size)
 
 
+# Learnt in this process: the systems of a sweep ask for the same groups, and METIS on layers of ten
+# thousand neurons takes seconds each.
+_LEARNT: dict[tuple[str, str, int, int], NDArray[np.int32]] = {}
+_LEARNT_MOST = 8
+
+
 def group_neurons(
     prior: Trace | None,
     n_layers: int,
@@ -98,16 +104,23 @@ def group_neurons(
         if prior.n_tokens == 0:
             raise KairoxError("the prior is empty: there are no tokens to group neurons by")
     build = METHODS[method]
-    members = np.empty((n_layers, n_neurons // size, size), np.int32)
-    for layer in range(n_layers):
-        order = build(prior, layer, n_neurons, size, seed)
-        members[layer] = np.sort(order.reshape(-1, size), axis=1)
-        if on_layer is not None:
-            on_layer(layer)
+    key = ("" if prior is None or not learns else prior.sha256, method, size, seed)
+    members = _LEARNT.get(key)
+    if members is None:
+        members = np.empty((n_layers, n_neurons // size, size), np.int32)
+        for layer in range(n_layers):
+            order = build(prior, layer, n_neurons, size, seed)
+            members[layer] = np.sort(order.reshape(-1, size), axis=1)
+            if on_layer is not None:
+                on_layer(layer)
+        if learns:
+            if len(_LEARNT) >= _LEARNT_MOST:
+                del _LEARNT[next(iter(_LEARNT))]
+            _LEARNT[key] = members
     if not learns or prior is None:
         return Groups(members, method, size, seed)
     sequences = prior.header.sequences
-    return Groups(members, method, size, seed, prior.sha256, prior.n_tokens, sequences)
+    return Groups(members.copy(), method, size, seed, prior.sha256, prior.n_tokens, sequences)
 
 
 # Each returns the neurons of a layer in an order that is cut into groups.

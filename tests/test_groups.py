@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from small_traces import from_masks
 
 from kairox_sim import coactivation as counting
+from kairox_sim import groups as groups_module
 from kairox_sim.cli import main
 from kairox_sim.coactivation import Edges, coactivation, fired, neighbours, strongest_edges
 from kairox_sim.errors import KairoxError
@@ -182,6 +183,31 @@ def test_what_cannot_be_grouped() -> None:
         group_neurons(of_sets([], 12), 1, 12, 4, "metis")
     with pytest.raises(KairoxError, match="each of 4 neurons of a layer once"):
         Groups(np.array([[[0, 1], [1, 2]]], np.int32), "metis", 2, 0)
+
+
+def test_groups_of_the_same_prior_are_learnt_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    built = []
+
+    def build(trace: Trace | None, layer: int, n: int, size: int, seed: int) -> np.ndarray:
+        built.append(layer)
+        return METHODS["chunks"](trace, layer, n, size, seed)
+
+    monkeypatch.setitem(METHODS, "frequency", build)
+    monkeypatch.setattr(groups_module, "_LEARNT", {})
+    one, other = of_sets([[0, 1]], 12), of_sets([[2, 3]], 12)
+    first = group_neurons(one, 1, 12, 4, "frequency")
+    first.members[:] = 0  # whoever has them may do what they like
+    again = group_neurons(one, 1, 12, 4, "frequency")
+    assert again.members[0].tolist() == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+    assert built == [0]
+    group_neurons(other, 1, 12, 4, "frequency")
+    group_neurons(one, 1, 12, 6, "frequency")
+    group_neurons(one, 1, 12, 4, "frequency", seed=1)
+    assert built == [0] * 4
+    for size in (1, 2, 3, 12) * 3:  # no more of them are kept than that
+        for seed in range(5):
+            group_neurons(one, 1, 12, size, "frequency", seed)
+    assert len(groups_module._LEARNT) == groups_module._LEARNT_MOST
 
 
 def test_without_pymetis_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

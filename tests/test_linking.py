@@ -136,3 +136,16 @@ def test_reads_are_longer_and_fewer_on_held_out_tokens() -> None:
             assert (n_reads["linked"] < n_reads[name] / 1.05).all()
             time = {k: (gap * n_reads[k] + n_bytes[k]).sum() for k in orders}
             assert gap == 0 or time["linked"] < time[name]
+
+
+def test_the_order_of_a_prior_is_learnt_once() -> None:
+    layers: list[int] = []
+    prior, other = (from_masks(np.random.default_rng(s).random((6, 1, 9)) < 0.4) for s in (1, 2))
+    first = link_order(prior, on_layer=layers.append)
+    expected = first.copy()
+    first[:] = -1  # whoever has it may do what they like
+    assert np.array_equal(link_order(prior, on_layer=layers.append), expected)
+    assert layers == [0]
+    link_order(other, on_layer=layers.append)
+    link_order(prior, k=1, on_layer=layers.append)
+    assert layers == [0, 0, 0]
