@@ -191,7 +191,9 @@ def test_a_placement_without_what_it_needs_is_refused() -> None:
 
 
 def test_groups_are_placed_whole() -> None:
-    cache = cache_of(policy="static", placement="counts", slots=24, groups="chunks:1376")  # 8 of these
+    cache = cache_of(
+        policy="static", placement="counts", slots=24, groups="chunks:1376"
+    )  # 8 of these
     for layer, row in enumerate(cache.state):  # type: ignore[attr-defined]
         per_group = (row.reshape(8, 8) > 0).sum(axis=1)
         assert sorted(per_group.tolist()) == [0] * 5 + [8] * 3
