@@ -20,19 +20,21 @@ _KNOWN: dict[tuple[str, int | None, str, str], float] = {}  # what was simulated
 
 
 def oracle_settings(settings: Settings, slots: Sequence[int]) -> Settings | None:
-    """The bypass oracle where `settings` ran; None where it is no policy's question (whole layers,
-    and everything computed densely)."""
+    """The bypass oracle where `settings` ran, beginning with what is used first; None where it is
+    no policy's question (whole layers, and everything computed densely).
+
+    What it does not hold the CPU computes, whatever the dispatch of `settings`.
+    """
     if settings.dispatch == "layers" or settings.gating == "dense":
         return None
     kept = ("gating", "model_as", "swap_neurons", "handovers", "context_start", "prediction",
             "predictor", "seed")  # fmt: skip
     values = {key: getattr(settings, key) for key in kept}
-    dispatch = settings.dispatch if settings.dispatch in ("gpu", "cost") else "concurrent"
     return Settings.of(
         values
         | {
             "policy": "belady_bypass", "observes": "evaluated", "slots": tuple(slots),
-            "dispatch": dispatch,
+            "start": "warm",
         }
     )  # fmt: skip
 

@@ -43,6 +43,14 @@ def first(n_neurons: int, slots: Sequence[int]) -> Placed:
     return Placed(tuple(slots), taken)
 
 
+def by_first_use(first_use: NDArray[np.int64], slots: Sequence[int]) -> Placed:
+    """Per layer the neurons used soonest, [n_layers, n_neurons] steps: what an oracle begins with.
+
+    Ties to the lowest index.
+    """
+    return by_counts(-first_use, slots)
+
+
 def whole_layers(n_layers: int, n_neurons: int, n_on_device: int) -> Placed:
     """The last `n_on_device` layers whole, the others not at all: llama.cpp's -ngl.
 

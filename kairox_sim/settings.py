@@ -26,6 +26,7 @@ from kairox_sim.placement import (
     Placed,
     balanced,
     by_counts,
+    by_first_use,
     first,
     least_per_layer,
     solved,
@@ -113,7 +114,7 @@ def build_cache(
         policy = Grouped(policy, members)
     if position is not None:
         policy = Linked(policy, position)
-    placed = _place(settings, slots, n_neurons, prior, members, profile, shape)
+    placed = _place(settings, slots, n_neurons, prior, members, profile, shape, known.future)
     everything = np.arange(n_neurons, dtype=np.int32)
     return NeuronCache(
         n_layers,
@@ -219,8 +220,12 @@ def _place(
     members: NDArray[np.int32] | None,
     profile: HardwareProfile | None,
     shape: ModelShape | None,
+    future: Future | None,
 ) -> Placed | None:
-    """Who is resident at the start; None: nobody, or everybody by the policy's own rule."""
+    """Who is resident at the start; None: nobody, or everybody by the policy's own rule.
+
+    An oracle that starts warm begins with what is used first.
+    """
     fills = POLICIES[settings.policy].fills
     if fills not in ("prior", "slots") or (fills == "slots" and settings.start == "empty"):
         return None
@@ -229,6 +234,8 @@ def _place(
     n_units = n_neurons // size
     if min(slots) == n_neurons or settings.placement == "layers" or settings.start == "first":
         placed = first(n_units, units)
+    elif future is not None:
+        placed = by_first_use(future.first, units)
     else:
         why = f"policy {settings.policy!r} with placement {settings.placement!r}"
         fired = counts(_needed(prior, f"{why}, start {settings.start!r},"))

@@ -19,7 +19,7 @@ from kairox_sim.memory import MemoryPlan, fits
 from kairox_sim.metrics import RunResult, against, steps_frame, summarise
 from kairox_sim.model import ModelShape, require_sparse
 from kairox_sim.oracle import oracle_tpot_s
-from kairox_sim.policies import BOUNDS
+from kairox_sim.policies import BOUNDS, POLICIES
 from kairox_sim.policies.linked import Linked
 from kairox_sim.prediction import OfQuality, Perfect, Predictions, as_predicted, predictions_for
 from kairox_sim.provenance import code_version, inputs_of
@@ -66,6 +66,7 @@ def simulate(
     profile = machine(hardware, link)
     shape = target_shape(settings, header)
     require_sparse(shape, settings.gating)
+    _require_one_copy(settings)
     learnt_from = load_prior(settings, prior)
     if learnt_from is not None:
         require_usable(learnt_from, trace)
@@ -214,6 +215,17 @@ def _as_run(settings: Settings, prior: Trace | None) -> Settings:
         return settings
     path = settings.prior if prior.path is None else str(prior.path)
     return settings.model_copy(update={"prior": path, "prior_sha256": prior.sha256})
+
+
+def _require_one_copy(settings: Settings) -> None:
+    """Refuse what would copy a miss on demand, and then once more for its slot."""
+    moves = POLICIES[settings.policy].admits != "never"
+    if settings.dispatch in ("gpu", "cost") and moves and trigger_of(settings) == "after":
+        raise KairoxError(
+            f"dispatch {settings.dispatch!r} copies on demand what is missing, and trigger 'after' "
+            f"would copy it again for its slot; let {settings.policy!r} plan before the layer "
+            "computes (--set trigger=serial), or use dispatch concurrent"
+        )
 
 
 def _as_gated(trace: Trace, settings: Settings) -> Trace:

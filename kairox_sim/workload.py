@@ -27,6 +27,9 @@ _N_TOKEN_IDS = 32_000
 _PAIRED = 384  # quantiles of the rates whose pairs stand for all pairs
 
 
+MOST_NEURONS = 2**20  # of a layer: more would not fit in memory while they are drawn
+
+
 @dataclass(frozen=True, slots=True)
 class Workload:
     """What a synthetic trace is made to look like. Shares are in [0, 1]."""
@@ -52,6 +55,10 @@ class Workload:
         for name in ("recall", "persistence", "shift_share", "co_activation"):
             if not 0 <= getattr(self, name) <= 1:
                 raise KairoxError(f"workload: {name} is {getattr(self, name)!r}, not in [0, 1]")
+        if self.n_neurons > MOST_NEURONS:
+            raise KairoxError(
+                f"workload: n_neurons is {self.n_neurons}; the most of a layer is {MOST_NEURONS}"
+            )
         for name in ("n_layers", "n_neurons", "d_model", "group_size"):
             if getattr(self, name) < 1:
                 raise KairoxError(f"workload: {name} is {getattr(self, name)!r}; at least 1")

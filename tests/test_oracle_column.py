@@ -31,11 +31,11 @@ def test_it_is_the_bypass_oracle_in_the_same_slots_and_nothing_else_of_the_run()
     assert asked is not None
     assert (asked.policy, asked.observes, asked.slots) == ("belady_bypass", "evaluated", (3, 5))
     assert (asked.dispatch, asked.gating, asked.handovers, asked.context_start, asked.seed) == (
-        "gpu", "predicted", 2, 7, 3,
+        "concurrent", "predicted", 2, 7, 3,
     )  # fmt: skip
     assert asked.system is asked.copies is asked.groups is None
     assert oracle_settings(Settings(dispatch="serial"), [1]).dispatch == "concurrent"  # type: ignore[union-attr]
-    assert oracle_settings(Settings(dispatch="cost"), [1]).dispatch == "cost"  # type: ignore[union-attr]
+    assert asked.start == "warm"  # with what is used first, as no run can begin better
     assert oracle_settings(Settings.of({"system": "llama.cpp"}), [1]) is None
     assert oracle_settings(Settings(gating="dense"), [1]) is None
 

@@ -112,7 +112,7 @@ def test_lru_by_hand() -> None:
     assert summary["residual_per_token"] == pytest.approx(7 / 10)
     assert summary["late_share"] == 0
     assert summary["loads_per_layer_step"] == pytest.approx(7 / 10)
-    assert summary["wasted_share"] == pytest.approx(1 / 7)
+    assert summary["wasted_share"] == pytest.approx(1 / 8)
     assert summary["evaluated_per_token"] == 2
     assert totals["evaluated"] == 22  # prefill counts {0, 1} once, not once per token
     assert totals["loads"] == 9
@@ -252,6 +252,15 @@ def test_gating_must_mean_what_the_trace_says() -> None:
     ] == ("recorded prediction")
 
 
+@pytest.mark.parametrize("dispatch", ["gpu", "cost"])
+def test_a_miss_is_not_copied_twice(dispatch: str) -> None:
+    with pytest.raises(KairoxError, match=r"copy it again.*trigger=serial"):
+        run(policy="lru", dispatch=dispatch)
+    once = run(policy="lru", dispatch=dispatch, trigger="serial")
+    assert once.totals["loads"] > 0
+    assert run(policy="static", dispatch=dispatch, prior=PRIOR).totals["fetched"] > 0
+
+
 def test_predictions_must_be_there() -> None:
     with pytest.raises(KairoxError, match="the trace has none"):
         run(prediction="trace")
@@ -306,7 +315,10 @@ def test_a_budget_below_one_group_is_said() -> None:
         ({"policy": "static", "copies_per_sync": 4}, "moves nothing"),
         ({"policy": "lru", "groups": "random:2", "swap_neurons": 2}, "a swap is a group"),
         ({"policy": "lru", "lookahead_from": 2}, "trigger is 'after'"),
-        ({"policy": "lru", "dispatch": "gpu", "handovers": 2}, "dispatch is 'gpu'"),
+        (
+            {"policy": "lru", "dispatch": "gpu", "trigger": "serial", "handovers": 2},
+            "dispatch is 'gpu'",
+        ),
     ],
 )
 def test_what_changes_nothing_is_said(changed: dict[str, Any], why: str) -> None:
