@@ -1,5 +1,6 @@
 """Machines of parts: what the parts are, what lies over what, and fits laid over them."""
 
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from kairox_sim.hardware import (
     with_margin,
 )
 from tests.test_hardware import quantities
+
+ROOT = Path(__file__).parent.parent
 
 # The machines of the first releases, in numbers: parts may be added to them, never move them.
 GPU_OPS = ("attention", "gate", "predictor", "ffn_gpu", "head")
@@ -60,14 +63,14 @@ def test_a_machine_of_parts_is_its_parts_and_what_it_says_itself() -> None:
     for op in (low.attention, low.gate, low.predictor, low.ffn_gpu, low.head):
         assert op.bytes_per_s == gpu.stream_bytes_per_s
     assert (low.vram_bytes, low.gpu_flops_per_s) == (gpu.vram_bytes, gpu.gpu_flops_per_s)
-    assert low.dram_bytes_per_s == cpu.dram_bytes_per_s
-    assert low.ffn_cpu.bytes_per_s == cpu.sparse_bytes_per_s
     assert low.h2d == load_link("pcie3").h2d
     capped = low.cpu_flops_per_s.value / cpu.cpu_flops_per_s.value  # 12 of its 14 cores
     assert capped == pytest.approx(12 / 14, rel=0.01)
     by_hand = load_profile("rtx3080ti+xeon-e5-2680v4+pcie3")
-    update = {"name": low.name, "cpu_flops_per_s": low.cpu_flops_per_s}
-    assert by_hand.model_copy(update=update) == low
+    assert by_hand.dram_bytes_per_s == cpu.dram_bytes_per_s
+    assert by_hand.ffn_cpu.bytes_per_s == cpu.sparse_bytes_per_s
+    own = ("name", "cpu_flops_per_s", "vram_margin_bytes", "dram_bytes_per_s", "ffn_cpu")
+    assert by_hand.model_copy(update={key: getattr(low, key) for key in own}) == low
     assert load_profile("pcie3+rtx3080ti+xeon-e5-2680v4").h2d == by_hand.h2d
     assert by_hand.decide == load_profile("pc1").decide
 
@@ -141,6 +144,19 @@ def test_a_part_left_out_is_missed_by_its_keys(tmp_path: Path) -> None:
 def test_not_a_machine_of_parts(name: str) -> None:
     with pytest.raises(KairoxError, match=r"one of each.*gpu: h200.*cpu: epyc.*link: pcie3, pcie4"):
         load_profile(name)
+
+
+@pytest.mark.parametrize("name", ["pc-low", "pc-high"])
+def test_the_papers_machines_have_the_fitted_constants(name: str) -> None:
+    """What a user gets by name is what is held against published numbers."""
+    fitted = tomllib.loads((ROOT / "experiments/published/fitted.toml").read_text())
+    cpu = {"pc-low": "xeon-e5-2680v4", "pc-high": "epyc-7542"}[name]
+    profile = load_profile(name)
+    assert profile.dram_peak_bytes_per_s is not None
+    effective = fitted["dram_efficiency"][cpu] * profile.dram_peak_bytes_per_s.value
+    assert profile.dram_bytes_per_s.value == pytest.approx(effective, rel=1e-12)
+    assert profile.ffn_cpu.bytes_per_s.value == pytest.approx(effective / 2, rel=1e-12)
+    assert profile.vram_margin_bytes.value == fitted["vram_margin"]["bytes"]
 
 
 def test_synchronising_costs_what_was_measured() -> None:
