@@ -39,6 +39,7 @@ METRICS: dict[str, tuple[str, str]] = {  # name: (formula, unit)
     "evaluated_per_token": ("sum evaluated / n", "neurons"),
     "residual_per_token": ("sum residual / n", "neurons"),
     "loads_per_layer_step": ("sum loads / (n L)", "neurons"),
+    "wasted_per_layer_step": ("sum wasted / (n L)", "neurons"),
     "wasted_share": (
         "sum wasted / sum (wasted + loads_used_first), of loads whose fate was decided",
         "ratio",
@@ -186,6 +187,7 @@ def summarise(
         "evaluated_per_token": _ratio(evaluated, n),
         "residual_per_token": _ratio(total["residual"], n),
         "loads_per_layer_step": _ratio(loads, n * n_layers),
+        "wasted_per_layer_step": _ratio(total["wasted"], n * n_layers),
         "wasted_share": _ratio(total["wasted"], total["wasted"] + total["loads_used_first"]),
         "h2d_bytes_per_token": _ratio(total["h2d_bytes"], n),
         "gpu_s": _ratio(total["gpu_busy_s"], n),

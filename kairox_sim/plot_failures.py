@@ -184,10 +184,9 @@ def plot_burst(table: pd.DataFrame) -> Figure:
         footer(
             figure,
             labels_of(table),
-            "The token's time less that of the same token without the burst. Black lines: "
-            + ", ".join(
-                f"{name} {each} us a neuron" for name, each in _microseconds(table)
-            ) + ".",
+            "The token's time less that of the same token without the burst. Black lines, us a "
+            f"neuron: {'; '.join(_microseconds(table))}. Below the last one, part of a burst was "
+            "resident or hidden behind the GPU's work.",
             *(_stalls(table[table["machine"] == m], m, size) for m in machines),
             f"{hidden} tokens that a burst did not lengthen are not drawn." if hidden else "",
         )  # fmt: skip
@@ -228,12 +227,19 @@ def _stalls(rows: pd.DataFrame, machine: str, size: float) -> str:
     return f"{machine}: {said}; the guide says {said_ms:.0f} ms or more."
 
 
-def _microseconds(table: pd.DataFrame) -> list[tuple[str, str]]:
-    """(name, values over the panels) of each line, in us a neuron."""
-    return [
-        (name, " / ".join(f"{v * 1e6:.2g}" for v in sorted(table[column].unique())))
-        for column, name, _ in _PER_NEURON
-    ]
+def _microseconds(table: pd.DataFrame) -> list[str]:
+    """Each line with its us a neuron, and of what machine and model where that matters."""
+    said = []
+    for column, name, _ in _PER_NEURON:
+        each = table.drop_duplicates(["machine", "model"])
+        values = [f"{v * 1e6:.2g}" for v in each[column]]
+        where = (each["machine"] + " " + each["model"]).tolist()
+        if len(set(values)) == 1:
+            said.append(f"{name} {values[0]}")
+        else:
+            of = ", ".join(f"{v} ({w})" for v, w in zip(values, where, strict=True))
+            said.append(f"{name} {of}")
+    return said
 
 
 # -- neurons that fire once ------------------------------------------------------------------------
@@ -244,11 +250,10 @@ _COPIED = {"gather": "one copy a swap", "bundle": "one copy a neuron"}
 def plot_thrash(table: pd.DataFrame) -> Figure:
     """Speed at each persistence, hits and wasted loads at the highest, over the share of neurons
     that fire once."""
-    rows = table.assign(wasted_per_layer_step=table["wasted_share"] * table["loads_per_layer_step"])
-    names = {policy: look_of(str(policy)).name for policy in dict.fromkeys(rows["policy"])}
+    names = {policy: look_of(str(policy)).name for policy in dict.fromkeys(table["policy"])}
     drawn = pens(look_of(str(policy)) for policy in names)
-    cases = list(dict.fromkeys(zip(rows["machine"], rows["copies"], strict=True)))
-    persistences = sorted(rows["persistence"].unique())
+    cases = list(dict.fromkeys(zip(table["machine"], table["copies"], strict=True)))
+    persistences = sorted(table["persistence"].unique())
     highest = persistences[-1]
     panels = [("tok_s_scaled", "tokens/s", rho) for rho in persistences]
     panels += [
@@ -260,24 +265,31 @@ def plot_thrash(table: pd.DataFrame) -> Figure:
             len(panels), len(cases), 1.3 * len(panels) + 1, sharex=True, sharey="row"
         )
         for column, (machine, copies) in enumerate(cases):
-            ours = rows[(rows["machine"] == machine) & (rows["copies"] == copies)]
+            ours = table[(table["machine"] == machine) & (table["copies"] == copies)]
             for axis, (value, _, rho) in zip(axes[:, column], panels, strict=True):
                 for policy, line in ours[ours["persistence"] == rho].groupby("policy", sort=False):
                     axis.plot(line["one_hit_share"], line[value], **drawn[names[policy]])
             axes[0, column].set_title(f"{machine}, {_COPIED[copies]}", loc="left", pad=3)
             axes[-1, column].set_xlabel("share that fires once")
         for axis, (value, name, rho) in zip(axes[:, 0], panels, strict=True):
-            lowest = rows.loc[rows["policy"] == "none", value].min()
+            lowest = table.loc[table["policy"] == "none", value].min()
             axis.set_ylim(lowest * 0.8 if value == "tok_s_scaled" else 0, None)
             axis.set_ylabel(f"{name}\npersistence {rho:g}")
         legend(figure, handles_of(drawn), n_columns=5)
-        most = float(rows["one_hit_activations"].max())
+        most = float(table["one_hit_activations"].max())
         footer(
             figure,
-            labels_of(rows),
+            labels_of(table),
             "Share of the neurons that fire at all in the trace; the number that fire per token is "
             f"held, so the others fire more. At the right end they are {most:.0%} of all "
-            "activations. Wasted loads are per layer-step. One trigger, one budget and perfect "
-            "prediction for all. LRU, LFU, S3-FIFO and ARC nearly coincide from 0.6 on.",
+            "activations. Wasted loads are per layer-step; axes of tokens/s do not begin at 0. One "
+            f"trigger, {_slots(table)} slots and perfect prediction for all. LRU, LFU, S3-FIFO and "
+            "ARC nearly coincide from 0.6 on.",
         )
     return figure
+
+
+def _slots(table: pd.DataFrame) -> str:
+    """The budget of all policies but "none", which has none."""
+    given = table.loc[table["policy"] != "none", "slots"]
+    return " to ".join(f"{v:.0f}" for v in sorted({given.min(), given.max()}))

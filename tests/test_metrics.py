@@ -72,6 +72,7 @@ BY_HAND = {
     "evaluated_per_token": 20,
     "residual_per_token": 26 / 3,
     "loads_per_layer_step": 8 / (3 * N_LAYERS),
+    "wasted_per_layer_step": 3 / (3 * N_LAYERS),
     "wasted_share": 3 / 6,
     "h2d_bytes_per_token": 300,
     "gpu_s": 0.004,
