@@ -136,23 +136,59 @@ def only(rows: pd.DataFrame, column: str, wanted: str | None = None) -> pd.DataF
     return chosen
 
 
+def own_budget(rows: pd.DataFrame) -> Any:
+    """Per row, whether its slots are what fits or whole layers, so that no other row need match."""
+    if "slots_asked" not in rows:
+        return rows["gating"] == "dense"
+    asked = rows["slots_asked"].astype(str).str
+    return (rows["gating"] == "dense") | asked.startswith("ngl") | (rows["slots_asked"] == "vram")
+
+
 def middle_budget(rows: pd.DataFrame) -> float:
     """The budget in the middle of those that were swept."""
-    budgets = sorted(rows.loc[~rows["policy"].isin(BOUNDS), "slots"].unique())
+    ours = rows[~rows["policy"].isin(BOUNDS)]
+    shared = ours[~own_budget(ours)]
+    budgets = sorted((ours if shared.empty else shared)["slots"].unique())
     if not budgets:
         raise KairoxError("the table has bounds only: no setting with a budget to draw")
     return float(budgets[(len(budgets) - 1) // 2])
 
 
 def at_budget(rows: pd.DataFrame, slots: float) -> pd.DataFrame:
-    """The rows of one budget, and the bounds."""
-    chosen = rows[(rows["slots"] == slots) | rows["policy"].isin(BOUNDS)]
-    if chosen["policy"].isin(BOUNDS).all():
-        budgets = sorted(rows.loc[~rows["policy"].isin(BOUNDS), "slots"].unique())
+    """The rows of one budget, the bounds, and what takes its own budget and has no row of this one.
+
+    Of a series with several budgets of its own, the largest.
+    """
+    bound, own = rows["policy"].isin(BOUNDS), own_budget(rows)
+    here = (rows["slots"] == slots) & ~bound
+    own &= ~bound & ~rows["series"].isin(set(rows.loc[here, "series"]))
+    if not (here | own).any():
+        budgets = sorted(rows.loc[~bound, "slots"].unique())
         raise KairoxError(
             f"no row has {slots:g} slots; the table has {', '.join(f'{b:g}' for b in budgets)}"
         )
-    return chosen
+    same = [rows[key] for key in ("series", "link_name", "gating", "costs", "machine_name")]
+    own &= rows["slots"] == rows["slots"].where(own).groupby(same).transform("max")
+    return rows[here | bound | own]
+
+
+def budget_words(drawn: pd.DataFrame, rows: pd.DataFrame, slots: float) -> str:
+    """For the footer: the budget, who has one of its own, and which series of `rows` are missing.
+
+    "8 slots per layer of 64; of its own: llama.cpp (16). Not at this budget: LRU"
+    """
+    everything = drawn.loc[drawn["policy"] == "all", "slots"]  # as many as there are neurons
+    of = f" of {everything.max():g}" if len(everything) else ""
+    swept = drawn[~drawn["policy"].isin(BOUNDS)]
+    others = swept[swept["slots"] != slots].sort_values("series")
+    pairs = zip(others["series"], others["slots"], strict=True)
+    own = dict.fromkeys(f"{series.name} ({n:.4g})" for series, n in pairs)
+    said = f"{slots:.4g} slots per layer{of}"
+    if own:
+        said += f"; of its own: {', '.join(own)}"
+    if missing := sorted({s.name for s in set(rows["series"]) - set(drawn["series"])}):
+        said += f". Not at this budget: {', '.join(missing)}"
+    return said
 
 
 def middle_link(rows: pd.DataFrame) -> str:

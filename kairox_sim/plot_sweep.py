@@ -20,6 +20,7 @@ from kairox_sim.errors import KairoxError
 from kairox_sim.plot_series import (
     Series,
     at_budget,
+    budget_words,
     drawable,
     layers_ratio,
     link_label,
@@ -66,11 +67,10 @@ SAME = 0.01  # bounds that differ less from link to link are one line
 
 def plot_throughput(table: pd.DataFrame, *, slots: float | None = None) -> Figure:
     """Tokens per second by policy and link at one budget, a panel per gating, bounds as lines."""
-    rows = only(only(drawable(table), "machine_name"), "costs")
-    budget = middle_budget(rows) if slots is None else slots
-    rows = at_budget(rows, budget)
-    order = ("predicted", "exact", "screened", "oracle")
-    gatings = [g for g in order if g in set(rows["gating"])]
+    every = only(only(drawable(table), "machine_name"), "costs")
+    budget = middle_budget(every) if slots is None else slots
+    rows = at_budget(every, budget)
+    gatings, whole = _panels(rows)
     links = sorted(rows["link_name"].unique())
     names = sorted(set(rows.loc[~rows["policy"].isin(BOUNDS), "series"]))
     with house_style():
@@ -78,7 +78,7 @@ def plot_throughput(table: pd.DataFrame, *, slots: float | None = None) -> Figur
             len(gatings), height_in=0.95 + 1.75 * len(gatings), share_y=True
         )
         for axes, gating in zip(panels, gatings, strict=True):
-            ours = rows[rows["gating"] == gating]
+            ours = rows[(rows["gating"] == gating) | whole]
             _bars(axes, ours, names, links)
             _bound_lines(axes, ours)
             axes.set_ylabel(f"{TOK_S_LABEL}\ngating: {gating}")
@@ -92,7 +92,7 @@ def plot_throughput(table: pd.DataFrame, *, slots: float | None = None) -> Figur
                   label=link_label(link))
             for i, link in enumerate(links)
         ]  # fmt: skip
-        said = f"Budget {budget:g} slots per layer{_of_neurons(rows)}"
+        said = f"Budget {budget_words(rows, every, budget)}"
         if len(links) == 1:  # nothing to tell apart by shade
             shades, said = [], f"{link_label(links[0])}. {said}"
         legend(figure, [*shades, *_bound_handles(rows)], n_columns=2)
@@ -100,6 +100,20 @@ def plot_throughput(table: pd.DataFrame, *, slots: float | None = None) -> Figur
             said += ". Ceiling: all resident / none resident"
         footer(figure, provenance(rows, table, said))
     return figure
+
+
+def _panels(rows: pd.DataFrame) -> tuple[list[str], Any]:
+    """The gatings that have a panel, and per row whether every panel has it.
+
+    Dense rows have no gate to be told apart by: they stand in every panel, like the bounds, or in
+    one of their own where there is no other or a series runs both ways.
+    """
+    dense = rows["gating"] == "dense"
+    order = ("predicted", "exact", "screened", "oracle")
+    gated = [g for g in order if g in set(rows["gating"])]
+    whole = dense & ~rows["policy"].isin(BOUNDS) & ~rows["series"].isin(rows["series"][~dense])
+    alone = not gated or bool((dense & ~whole).any())
+    return [*gated, *(["dense"] if alone else [])], whole
 
 
 def _bars(axes: Axes, rows: pd.DataFrame, names: Sequence[Series], links: Sequence[str]) -> None:
@@ -264,6 +278,7 @@ def plot_time_split(
     """Time per token at one budget and link, split by what the GPU did or waited for."""
     rows = only(only(only(drawable(table), "machine_name"), "costs"), "gating", gating)
     rows = only(rows, "link_name", link)
+    every = rows
     budget = middle_budget(rows) if slots is None else slots
     rows = at_budget(rows, budget).sort_values("series", ascending=False).reset_index(drop=True)
     parts = time_parts(rows) * 1e3  # ms
@@ -295,7 +310,7 @@ def plot_time_split(
         missing = [name for column, name, *_ in PARTS if parts[column].isna().all()]
         held = [
             f"Gating {rows['gating'].iloc[0]}, {link_label(rows['link_name'].iloc[0])}, "
-            f"{budget:g} slots per layer{_of_neurons(rows)}"
+            f"{budget_words(rows, every, budget)}"
         ]
         if missing:
             held.append(f"Not told apart in this table: {', '.join(missing)}")

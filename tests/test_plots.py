@@ -588,3 +588,50 @@ def test_plot_all_reads_csv_and_refuses_what_is_no_table(tmp_path: Path) -> None
         read_figure_table(tmp_path / "x.parquet")
     with pytest.raises(KairoxError, match="no figure can be drawn"):
         plot_all(pd.DataFrame({"a": [1]}), tmp_path)
+
+
+# -- what takes its own budget ------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory: pytest.TempPathFactory) -> pd.DataFrame:
+    """llama.cpp (dense, whole layers) beside a system that takes what fits and given budgets."""
+    folder = tmp_path_factory.mktemp("mixed")
+    plan = Sweep(
+        trace=str(write_trace(random_trace(n_decode=4), folder / "eval.arrow")),
+        prior=str(write_trace(random_trace(seed=1, source="b"), folder / "prior.arrow")),
+        base=BASE,
+        cells=[
+            {"system": "llama.cpp", "slots": "ngl:1"},
+            {"system": "powerinfer", "slots": "vram"},
+            {"policy": "lru"},
+            {"policy": "lfu", "slots": 16, "gating": "predicted"},
+            {"policy": "tam", "slots": 32},
+        ],
+    )
+    return sweep(plan)
+
+
+def test_dense_rows_stand_in_every_panel_and_what_is_left_out_is_said(mixed: pd.DataFrame) -> None:
+    figure = plot_throughput(mixed)
+    require_whole(figure)
+    assert [axes.get_ylabel() for axes in figure.axes] == [
+        "tokens/s\ngating: predicted",
+        "tokens/s\ngating: exact",
+    ]
+    speed = dict(zip(mixed["label"].str.split().str[0], mixed["tok_s_scaled"], strict=True))
+    for axes, also in zip(figure.axes, ("powerinfer", "lru"), strict=True):
+        wanted = sorted([speed["llama.cpp"], speed[also]])
+        assert bar_heights(axes) == pytest.approx(wanted)
+    said = texts(figure)
+    assert "Budget 24 slots per layer; of its own: " in said
+    assert "llama.cpp (32)" in said
+    assert "Not at this budget: LFU" in said
+    assert said.count("TAM") == 1
+
+
+def test_a_table_of_dense_rows_has_their_panel(mixed: pd.DataFrame) -> None:
+    dense = mixed[mixed["gating"] == "dense"]
+    (axes,) = plot_throughput(dense).axes
+    assert axes.get_ylabel().endswith("gating: dense")
+    assert len(bar_heights(axes)) == 1
