@@ -169,7 +169,8 @@ def at_budget(rows: pd.DataFrame, slots: float) -> pd.DataFrame:
         )
     same = [rows[key] for key in ("series", "link_name", "gating", "costs", "machine_name")]
     own &= rows["slots"] == rows["slots"].where(own).groupby(same).transform("max")
-    return rows[here | bound | own]
+    drawn: pd.DataFrame = rows[here | bound | own]
+    return drawn
 
 
 def budget_words(drawn: pd.DataFrame, rows: pd.DataFrame, slots: float) -> str:

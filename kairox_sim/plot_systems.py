@@ -47,14 +47,17 @@ METHOD_LOOKS = {
 }
 
 
-def plot_hits_and_throughput(table: pd.DataFrame, *, hardware: str | None = None) -> Figure:
+def plot_hits_and_throughput(
+    table: pd.DataFrame, *, hardware: str | None = None, link: str | None = None
+) -> Figure:
     """Tokens per second against hit_on_time, a point per system with its name, a panel per model.
 
     A thin line begins at hit_resident: what is between came in time to count. Lines across are the
-    bounds, the bypass oracle in the same memory, and the time that no system can beat.
+    bounds, the bypass oracle in the same memory, and the time that no system can beat. hardware,
+    link: needed where the table has several.
     """
     rows = drawable(table if hardware is None else only(table, "hardware", hardware))
-    rows = only(only(rows, "machine_name"), "link_name")
+    rows = only(only(rows, "machine_name"), "link_name", link)
     models = sorted(rows["costs"].unique(), key=lambda c: -_budget(rows[rows["costs"] == c]))
     with house_style():
         figure, panels = new_figure(len(models), height_in=1.0 + 2.35 * len(models))
@@ -62,10 +65,7 @@ def plot_hits_and_throughput(table: pd.DataFrame, *, hardware: str | None = None
             ours = rows[rows["costs"] == model]
             top = _lines(axes, ours)
             _points(axes, _systems(ours), top)
-            said = f"{_target(str(model))}: {_budget(ours):.0f} of {ours['slots'].max():.0f} slots"
-            axes.set_title(
-                f"{said} per layer fit", fontsize=SMALL_PT, loc="left", color=GREY, pad=4
-            )
+            axes.set_title(_of_slots(ours), fontsize=SMALL_PT, loc="left", color=GREY, pad=4)
             axes.set_ylabel("tokens/s")
         panels[-1].set_xlabel("share of evaluated neurons that are hits", x=0.3)
         legend(figure, _line_handles(rows), n_columns=2)
@@ -85,9 +85,18 @@ def _systems(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def _budget(rows: pd.DataFrame) -> float:
-    """Slots per layer of the systems that take what fits."""
+    """Slots per layer of the systems that take what fits, or else the most that any has."""
     ours = _systems(rows)
-    return float(ours.loc[ours["slots_asked"] == "vram", "slots"].max())
+    fits = ours.loc[ours["slots_asked"] == "vram", "slots"]
+    return float((fits if len(fits) else ours["slots"]).max())
+
+
+def _of_slots(rows: pd.DataFrame) -> str:
+    """ "big costs: 24 of 64 slots per layer fit", as far as the table says it."""
+    everything = rows.loc[rows["policy"] == "all", "slots"]  # as many as there are neurons
+    of = f" of {everything.max():.0f}" if len(everything) else ""
+    how = "fit" if (_systems(rows)["slots_asked"] == "vram").any() else "at most"
+    return f"{_target(str(rows['costs'].iloc[0]))}: {_budget(rows):.0f}{of} slots per layer {how}"
 
 
 def _target(costs: str) -> str:
@@ -98,6 +107,7 @@ def _target(costs: str) -> str:
 def _points(axes: Axes, rows: pd.DataFrame, top: float) -> None:
     """The points, and their names in a column at the right, each with a line to its point."""
     rows = rows.sort_values("tok_s_scaled")
+    several = set(rows.loc[rows["series"].duplicated(), "series"])  # budgets of one system
     speeds = [float(speed) for speed in rows["tok_s_scaled"]]
     heights = spread(speeds, least=0.057 * top, highest=top)
     for (_, row), y, height in zip(rows.iterrows(), speeds, heights, strict=True):
@@ -108,7 +118,8 @@ def _points(axes: Axes, rows: pd.DataFrame, top: float) -> None:
                   lw=0.4, zorder=1)  # fmt: skip
         axes.plot([x], [y], ls="", color=look.color, marker=look.marker, ms=3.2, zorder=3,
                   fillstyle=FILLS[series.variant], markerfacecoloralt="white")  # fmt: skip
-        axes.text(NAMES_FROM, height, series.name, color=look.color, fontsize=SMALL_PT,
+        name = series.name + (f" {row['slots']:.4g}" if series in several else "")
+        axes.text(NAMES_FROM, height, name, color=look.color, fontsize=SMALL_PT,
                   va="center")  # fmt: skip
     axes.set_xlim(-0.02, 1.72)
     axes.set_xticks([0, 0.25, 0.5, 0.75, 1])

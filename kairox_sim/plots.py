@@ -21,6 +21,7 @@ from kairox_sim.plot_runs import plot_controller, plot_momentum, plot_pipeline
 from kairox_sim.plot_series import drawable, middle_link, only
 from kairox_sim.plot_style import save
 from kairox_sim.plot_sweep import plot_budget, plot_throughput, plot_time_split
+from kairox_sim.plot_systems import plot_hits_and_throughput
 from kairox_sim.plot_validation import plot_validation
 from kairox_sim.policies import BOUNDS
 
@@ -29,6 +30,7 @@ __all__ = [
     "plot_all",
     "plot_budget",
     "plot_controller",
+    "plot_hits_and_throughput",
     "plot_momentum",
     "plot_pipeline",
     "plot_throughput",
@@ -48,6 +50,9 @@ _RUN = ("time", "costs", "gating", "prediction", "hardware")
 FIGURES: dict[str, tuple[str, ...]] = {
     "throughput": (*_CELL, "fits"),
     "budget": (*_CELL, "fits", "hit_resident", "hit_on_time"),
+    "systems": (
+        *_CELL, "fits", "hit_resident", "hit_on_time", "system", "slots_asked", "common_bound_s",
+    ),
     "time_split": (*_CELL, "gpu_s", "wait_cpu_s", "wait_io_s", "wait_decide_s", "unexplained_s"),
     "pipeline": ("panel", "lane", "op", "layer", "began_s", "end_s", "window_s", "step", *_RUN),
     "momentum": (
@@ -67,6 +72,10 @@ ONE_FIGURE: dict[str, Callable[[pd.DataFrame], Figure]] = {
     "momentum": plot_momentum,
     "controller": plot_controller,
     "validation": plot_validation,
+}
+_NOTHING = {  # why a kind has no figure at all
+    "systems": "a figure of systems needs two systems or more on one machine",
+    **dict.fromkeys(("throughput", "budget", "time_split"), "the table has bounds only"),
 }
 OnSkip = Callable[[str, str], None]
 
@@ -100,10 +109,11 @@ def plot_all(
 ) -> list[Path]:
     """Draw every figure the table allows into `out_dir`; the files written.
 
-    A sweep's table gives a throughput figure per machine and model, and for each gating a budget
-    figure and a split of the time. hardware, gating: only these; link, slots: for figures of one
-    bus or one budget, by default the middle of those swept. on_skip(figure, why) is told what was
-    not drawn. KairoxError if nothing can be.
+    A sweep's table gives a throughput figure per machine and model, for each gating a budget figure
+    and a split of the time, and of two systems or more, per machine, their hits and throughput.
+    hardware, gating: only these; link, slots: for figures of one bus or one budget, by default the
+    middle of those swept. on_skip(figure, why) is told what was not drawn. KairoxError if nothing
+    can be.
     """
     rows = table if isinstance(table, pd.DataFrame) else read_figure_table(table)
     if link is not None and "link" in rows:
@@ -124,6 +134,8 @@ def plot_all(
                 parts = [(name, partial(ONE_FIGURE[name], rows))]
             else:
                 parts = list(_parts(name, _chosen(rows, hardware, gating), link, slots))
+                if not parts:
+                    raise KairoxError(_NOTHING[name])
         except KairoxError as error:
             skipped[name] = str(error)
             continue
@@ -155,6 +167,9 @@ def _parts(
     name: str, rows: pd.DataFrame, link: str | None, slots: float | None
 ) -> Iterator[tuple[str, Callable[[], Figure]]]:
     """(stem, draw) of each figure of one kind."""
+    if name == "systems":
+        yield from _systems_parts(rows, link)
+        return
     several_models = rows["costs"].nunique() > 1
     machines = rows["machine"].map(lambda text: str(text).split("+")[0])
     for (machine, costs), group in rows.groupby([machines, "costs"], sort=True):
@@ -174,6 +189,17 @@ def _parts(
                 yield stem, partial(plot_budget, ours, link=bus)
             else:
                 yield stem, partial(plot_time_split, ours, slots=slots, link=bus)
+
+
+def _systems_parts(
+    rows: pd.DataFrame, link: str | None
+) -> Iterator[tuple[str, Callable[[], Figure]]]:
+    """(stem, draw) for each machine on which two systems or more ran."""
+    machines = rows["machine"].map(lambda text: str(text).split("+")[0])
+    for machine, group in rows.groupby(machines, sort=True):
+        if group["system"].nunique() >= 2:
+            bus = middle_link(drawable(group)) if link is None else link
+            yield f"systems_{machine}_{bus}", partial(plot_hits_and_throughput, group, link=bus)
 
 
 def _slug(text: str) -> str:

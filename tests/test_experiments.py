@@ -11,6 +11,7 @@ from types import ModuleType
 
 import pandas as pd
 import pytest
+from matplotlib.text import Text
 from toys import random_trace
 
 from kairox_sim import sweep
@@ -170,6 +171,13 @@ def test_systems_are_drawn_and_listed_from_their_own_sweep(tmp_path: Path) -> No
     names = [text.get_text() for text in figure.draw(rows).axes[0].texts]
     assert {name.partition(" ")[0] for name in names} == systems - {"dejavu"}
     assert len(names) == len(set(names)) == len([r for r in plan.grid["rule"] if "system" in r]) - 1
+    other = rows.assign(hardware="mine", machine="mine")  # the only machine, whatever its name
+    assert len(figure.draw(other).axes[0].texts) == len(names)
+    both = pd.concat([rows, other])
+    drawn = [figure.draw(both), figure.draw(both, "mine")]
+    for machine, one in zip(("pc1", "mine"), drawn, strict=True):
+        said = " ".join(text.get_text() for text in one.findobj(Text))
+        assert f"decode only, on {machine};" in " ".join(said.split())
     figure.write_tables(tmp_path / "t.parquet", tmp_path)
     said = (tmp_path / "fig08_pc1.md").read_text(encoding="utf-8")
     assert all(said.count(f"\n| {name} |") == 2 for name in systems - {"dejavu"})

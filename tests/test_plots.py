@@ -39,6 +39,7 @@ from kairox_sim.plots import (
     plot_all,
     plot_budget,
     plot_controller,
+    plot_hits_and_throughput,
     plot_momentum,
     plot_pipeline,
     plot_throughput,
@@ -540,6 +541,7 @@ def test_plot_all_draws_what_it_can_and_says_what_it_cannot(
         "time_split_pc1_exact_pcie3.png",
         "time_split_pc1_predicted_pcie3.png",
     ]
+    assert "needs two systems or more" in skipped.pop("systems")
     assert all(p.is_file() for p in drawn)
     assert set(skipped) == {"pipeline", "momentum", "controller", "validation"}
     assert skipped["validation"] == "the table lacks setting, live_tok_s, live_spread and 4 more"
@@ -625,7 +627,8 @@ def test_dense_rows_stand_in_every_panel_and_what_is_left_out_is_said(mixed: pd.
         assert bar_heights(axes) == pytest.approx(wanted)
     said = texts(figure)
     assert "Budget 24 slots per layer; of its own: " in said
-    assert "llama.cpp (32)" in said
+    (whole,) = mixed.loc[mixed["system"] == "llama.cpp", "slots"]
+    assert f"llama.cpp ({whole:.4g})" in said
     assert "Not at this budget: LFU" in said
     assert said.count("TAM") == 1
 
@@ -635,3 +638,20 @@ def test_a_table_of_dense_rows_has_their_panel(mixed: pd.DataFrame) -> None:
     (axes,) = plot_throughput(dense).axes
     assert axes.get_ylabel().endswith("gating: dense")
     assert len(bar_heights(axes)) == 1
+
+
+def test_a_table_with_systems_has_their_figure(mixed: pd.DataFrame, tmp_path: Path) -> None:
+    drawn = plot_all(mixed, tmp_path, formats=["svg"], slots=24)
+    assert "systems_pc1_own.svg" in [path.name for path in drawn]
+    several = pd.concat([mixed, mixed.assign(hardware="pc2", machine="pc2")])
+    with pytest.raises(KairoxError, match="several machine_name: pc1, pc2; choose one"):
+        plot_hits_and_throughput(several)
+    figure = plot_hits_and_throughput(several, hardware="pc2")
+    require_whole(figure)
+    names = {text.get_text() for text in figure.axes[0].texts}
+    assert {"powerinfer", "LRU", "LFU", "TAM"} < names
+    assert "slots per layer fit" in texts(figure)
+    given = mixed[mixed["system"].isna()]
+    assert "prosparse-7b costs: 32 slots per layer at most" in texts(
+        plot_hits_and_throughput(given)
+    )
