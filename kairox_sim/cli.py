@@ -16,6 +16,7 @@ from pydantic import ValidationError
 
 from kairox_sim.commands.best import best
 from kairox_sim.commands.calibrate import calibrate
+from kairox_sim.commands.catalogue import hardware, models
 from kairox_sim.commands.generate import generate
 from kairox_sim.commands.group import group
 from kairox_sim.commands.info import info
@@ -30,8 +31,8 @@ from kairox_sim.commands.workload import workload
 from kairox_sim.errors import KairoxError
 
 COMMANDS: tuple[Callable[..., Any], ...] = (
-    record, info, workload, group, systems, policies, simulate, sweep, plot, best, calibrate,
-    generate, validate,
+    record, info, workload, group, systems, policies, hardware, models, simulate, sweep, plot, best,
+    calibrate, generate, validate,
 )  # fmt: skip
 BAD_INPUT = 2  # exit code
 

@@ -181,6 +181,7 @@ def load_profile(name_or_path: str | Path) -> HardwareProfile:
     if "+" in text and not is_path(name_or_path):
         data: dict[str, Any] = {"name": text, **_parts_named_in(text)}
     else:
+        _refuse_part(name_or_path)
         data = read(name_or_path, _PROFILES, noun)
     return validated(_with_parts(data, text), HardwareProfile, f"{noun} {text!r}")
 
@@ -285,9 +286,30 @@ def _slower(part: Any, time_scale: float, key: str = "") -> Any:
     return Quantity(value=value, source=f"{part.source}; slowed by time_scale {time_scale:g}")
 
 
+def parts_of(name: str) -> dict[str, str]:
+    """The bundled parts that a bundled machine's file names, by kind: gpu, cpu, link."""
+    data = read(name, _PROFILES, "hardware profile")
+    return {kind: str(data[kind]) for kind in _known_parts() if kind in data}
+
+
+def _known_parts() -> dict[str, list[str]]:
+    return {"gpu": bundled_gpus(), "cpu": bundled_cpus(), "link": bundled_links()}
+
+
+def _refuse_part(name: str | Path) -> None:
+    """A part alone is no machine: say which form is."""
+    for kind, names in _known_parts().items():
+        if name in names and name not in bundled_profiles():
+            form = {"gpu": "rtx4090", "cpu": "epyc-7542", "link": "pcie4"} | {kind: str(name)}
+            raise KairoxError(
+                f"no hardware profile {name!r}: it is a {kind}, and a machine is gpu+cpu+link, "
+                f"such as {'+'.join(form.values())!r}; `kairox hardware` lists machines and parts"
+            )
+
+
 def _parts_named_in(text: str) -> dict[str, str]:
     """Of "rtx4090+epyc-7542+pcie4": which part is the GPU, the CPU and the link."""
-    known = {"gpu": bundled_gpus(), "cpu": bundled_cpus(), "link": bundled_links()}
+    known = _known_parts()
     named = text.split("+")
     found = {kind: name for name in named for kind, names in known.items() if name in names}
     if len(named) != len(known) or len(found) != len(known):

@@ -18,7 +18,9 @@ from toys import of_chunks, random_trace
 from kairox_sim.cli import COMMANDS, main
 from kairox_sim.commands.options import exec_extra
 from kairox_sim.errors import KairoxError
+from kairox_sim.hardware import load_profile
 from kairox_sim.metrics import AGAINST, METRICS, STEP_COLUMNS
+from kairox_sim.model import CATALOGUE
 from kairox_sim.settings import Settings
 from kairox_sim.trace import write_trace
 
@@ -81,6 +83,10 @@ def kairox(*arguments: object, code: int = 0) -> None:
         (("simulate", "eval.arrow", *AS, "--policy", "lur"), "did you mean 'lru'?"),
         (("simulate", "eval.arrow", *AS, "--settings", "typo.toml"), "did you mean 'controller'?"),
         (("simulate", "eval.arrow", *AS, "--hardware", "pc9"), "no hardware profile 'pc9'"),
+        (
+            ("simulate", "eval.arrow", *AS, "--hardware", "rtx4080"),
+            "it is a gpu, and a machine is gpu+cpu+link, such as 'rtx4080+epyc-7542+pcie4'",
+        ),
         (("simulate", "eval.arrow", *AS, "--link", "pcie9"), "no link profile 'pcie9'"),
         (("simulate", "eval.arrow", *AS, "--as", "gpt"), "unknown model 'gpt'"),
         (
@@ -275,6 +281,43 @@ def test_figures_of_a_table(folder: Path, capsys: Capture) -> None:
     assert "no hardware 'pc2'; it has pc1" in capsys.readouterr().err
     kairox("plot", table, "-o", figures, "--format", "gif", code=2)
     assert "allowed: png, pdf, svg" in capsys.readouterr().err
+
+
+# -- what there is -------------------------------------------------------------------------------
+
+
+def test_hardware_lists_machines_and_parts(capsys: Capture) -> None:
+    kairox("hardware")
+    out = capsys.readouterr().out
+    assert "gpu+cpu+link" in out.lower()
+    for name in ("pc1", "rtx4070", "i7-13700k", "rtx4090", "epyc-7542", "pcie5", "no limit"):
+        assert name in out
+    kairox("hardware", "--json")
+    content = json.loads(capsys.readouterr().out)
+    (pc1,) = [row for row in content["machines"] if row["name"] == "pc1"]
+    assert (pc1["gpu"], pc1["cpu"], pc1["link"]) == ("rtx4070", "i7-13700k", "pcie4")
+    profile = load_profile("pc1")
+    assert pc1["vram_bytes"] == profile.vram_bytes.value
+    assert pc1["ffn_cpu_bytes_per_s"] == profile.ffn_cpu.bytes_per_s.value
+    assert [row["name"] for row in content["parts"]["link"]] == ["pcie3", "pcie4", "pcie5"]
+    kairox("hardware", "rtx4090+epyc-7542+pcie4")
+    assert "vram_margin_bytes" in capsys.readouterr().out
+
+
+def test_models_lists_the_catalogue(capsys: Capture) -> None:
+    kairox("models")
+    out = capsys.readouterr().out
+    assert all(name in out for name in CATALOGUE)
+    assert "prosparse-7b@q8_0" in out
+    kairox("models", "--json")
+    rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
+    assert list(rows) == list(CATALOGUE)
+    assert rows["prosparse-7b"]["bytes_per_neuron"] == 3 * 4096 * 2
+    assert rows["prosparse-7b"]["predictor_rank"] == 1024
+    assert rows["llama2-7b"]["sparse"] is False
+    assert rows["llama2-7b"]["predictor_rank"] is None
+    kairox("models", "prosparse-7b@q8_0", "--json")
+    assert json.loads(capsys.readouterr().out)[0]["bytes_per_neuron"] == 3 * 4096 * 34 // 32
 
 
 # -- the program itself -------------------------------------------------------------------------

@@ -54,7 +54,11 @@ SetKeys = Annotated[
     typer.Option("--set", help="Any other setting, as key=value: --set beta=0.8. Repeatable."),
 ]
 Hardware = Annotated[
-    str, typer.Option(help="A bundled profile (pc1, pc2, ...) or the path of a .toml file.")
+    str,
+    typer.Option(
+        help="A bundled profile (pc1, pc2, ...; see `kairox hardware`), parts as gpu+cpu+link, or "
+        "the path of a .toml file."
+    ),
 ]
 Link = Annotated[
     str | None, typer.Option(help="Put this bus on the machine: pcie3, pcie4, pcie5, or a .toml.")
