@@ -76,6 +76,7 @@ def _what_fits(
     context_len: int | None,
 ) -> list[int]:
     target = shape if settings.model_as is None else shape_of(settings.model_as)
+    n_of_model = n_layers if target is None else target.n_layers
     _, _, asked = rule.partition(":")
     if asked:
         n_on_device = int(asked)
@@ -91,8 +92,9 @@ def _what_fits(
         )  # fmt: skip
         return [most] * n_layers
     else:
-        n_on_device = max_layers(profile, target, context_len) * n_layers // target.n_layers
-    return list(whole_layers(n_layers, n_neurons, min(n_on_device, n_layers)).slots)
+        n_on_device = max_layers(profile, target, context_len)
+    n_on_device = min(n_on_device, n_of_model)
+    return list(whole_layers(n_layers, n_neurons, n_on_device, of=n_of_model).slots)
 
 
 def _slots_in(n_bytes: int, settings: Settings, n_neurons: int, shape: ModelShape | None) -> int:

@@ -117,7 +117,7 @@ class _Engine:
     stalls: bool = field(init=False)  # the FFN waits for its layer's copies
     n_own: int = field(init=False)  # layers that are planned in their own place, without a wait
     on_demand: bool = field(init=False)  # some of what is missing may be copied for its layer-step
-    whole: tuple[bool, ...] = ()  # in dispatch `layers`: which are on the GPU
+    whole: tuple[float, ...] = ()  # in dispatch `layers`: the share of each on the GPU
     all_ids: Ids = field(init=False)
     env: simpy.Environment = field(default_factory=simpy.Environment)
     stream: Stream = field(init=False)

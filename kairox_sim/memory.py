@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -76,7 +77,8 @@ def fits(
     `trace_neurons`: neurons per layer of the trace, when it stands in for `shape`; each then holds
     n_neurons / trace_neurons bundles. `vram_bytes` replaces the profile's. Under `dense` gating
     there is neither a gate beside the slots nor a predictor. dispatch `layers`: the slots are of
-    whole layers; only theirs are the attention, the keys and values, and the head if they are all.
+    whole layers of the model, the fewest that hold them; only theirs are the attention, the keys
+    and values, and the head if they are all.
     """
     n_trace = trace_neurons or shape.n_neurons
     trace_slots = mean_slots(slots_per_layer)
@@ -88,7 +90,7 @@ def fits(
     parts = shape.device_parts(gating, slots, context_len, predictor=predictor)
     n_whole = None
     if dispatch == "layers":
-        n_whole = round(shape.n_layers * slots / shape.n_neurons)
+        n_whole = math.ceil(shape.n_layers * slots / shape.n_neurons - 1e-9)  # a mean's rounding
         parts = _of_whole_layers(shape, n_whole, context_len)
     return MemoryPlan(
         profile=profile.name,

@@ -51,15 +51,22 @@ def by_first_use(first_use: NDArray[np.int64], slots: Sequence[int]) -> Placed:
     return by_counts(-first_use, slots)
 
 
-def whole_layers(n_layers: int, n_neurons: int, n_on_device: int) -> Placed:
+def whole_layers(
+    n_layers: int, n_neurons: int, n_on_device: int, *, of: int | None = None
+) -> Placed:
     """The last `n_on_device` layers whole, the others not at all: llama.cpp's -ngl.
 
+    of: layers of the model, n_layers by default. Of a stand-in each layer is of / n_layers of them,
+    so that the one at the boundary may be partly on the device, by its neurons of lowest index:
+    never more of the model than `n_on_device` layers are.
     llama.cpp, src/llama-model.cpp: layers from n_layer - ngl on are offloaded.
     """
-    if not 0 <= n_on_device <= n_layers:
-        raise KairoxError(f"{n_on_device} layers on the device; allowed: 0 to {n_layers}")
-    slots = [0] * (n_layers - n_on_device) + [n_neurons] * n_on_device
-    return first(n_neurons, slots)
+    n_of_model = n_layers if of is None else of
+    if not 0 <= n_on_device <= n_of_model:
+        raise KairoxError(f"{n_on_device} layers on the device; allowed: 0 to {n_of_model}")
+    n_whole, left = divmod(n_on_device * n_layers * n_neurons // n_of_model, n_neurons)
+    slots = [left] * (n_whole < n_layers) + [n_neurons] * n_whole
+    return first(n_neurons, [0] * (n_layers - len(slots)) + slots)
 
 
 def solved(fired: Counts, total: int, *, least: int, batch: int = SOLVER_BATCH) -> Placed:

@@ -47,8 +47,9 @@ class Settings(BaseModel):
     slots: per layer, pinned included: a number; one per layer; "density" or "density:N" (N on
     average, a quarter of the neurons by default, shared over the layers as the prior's activations
     are); a size such as "4GiB" for the slots of all layers; "vram": as many as the machine's memory
-    leaves; "all"; "ngl" or "ngl:N": the last N layers whole, by default as many as fit; None: a
-    quarter of the neurons.
+    leaves; "all"; "ngl" or "ngl:N": the last N layers of the model whole, by default as many as
+    fit, which in a stand-in of fewer layers may end within one of them; None: a quarter of the
+    neurons.
     placement, start: who is resident at the start, see placement.py; a policy that never moves
     anything starts with its placement, others as `start` says.
     groups: neurons move in groups: the path of a file that `kairox group` wrote, or METHOD:SIZE,
@@ -240,9 +241,15 @@ def _require_params(given: Mapping[str, Any], allowed: Sequence[str], owner: str
             raise ValueError(f"{owner} has no parameter {name!r}; {_nearest(name, allowed)}")
 
 
+_ALSO_CALLED = {"oracle": "belady", "opt": "belady", "min": "belady", "fixed": "static"}
+
+
 def _nearest(name: str, allowed: Iterable[str]) -> str:
     names = list(allowed)
-    near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    plain = {re.sub(r"[-_ ]", "", each).lower(): each for each in reversed(names)}
+    given = re.sub(r"[-_ ]", "", name).lower()
+    near = [n for n in (plain.get(given), _ALSO_CALLED.get(given)) if n in names]
+    near += [plain[n] for n in difflib.get_close_matches(given, plain, n=1, cutoff=0.5)]
     hint = f"did you mean {near[0]!r}? " if near else ""
     return f"{hint}allowed: {', '.join(names) or 'none'}"
 

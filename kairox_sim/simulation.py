@@ -325,12 +325,4 @@ def _warnings(
     said += advice(settings, costs, cache.capacity, demand)
     if not plan.fits:
         said.append(plan.explain())
-    if plan.whole_layers:  # a trace of few layers can offload few numbers of the model's
-        layer_bytes = (plan.attention + plan.kv + plan.slots) / plan.whole_layers
-        more = int((plan.vram - plan.total) / layer_bytes)
-        if more > 0 and plan.whole_layers + more < costs.shape.n_layers:
-            said.append(
-                f"{more} more layers of {plan.model} would fit: the trace's {cache.n_layers} stand "
-                f"for {costs.shape.n_layers}, and {plan.whole_layers} of those are on the device"
-            )
     return said

@@ -7,6 +7,9 @@ is on the GPU only if every layer is: llama.cpp offloads the output layer when n
 (github.com/ggml-org/llama.cpp, src/llama-model.cpp), and the embedding, whose rows are charged with
 the head, is read where layer 0 runs. Dense kernels stream whole matrices: the pool reads at the
 full DRAM rate, not at the sparse kernel's.
+
+A layer of a stand-in is several of the model's, so that the boundary may lie within it: it is then
+on the GPU by a share, the host's part first, as the model's layers would be.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from kairox_sim.cache import NeuronCache
 from kairox_sim.cost_model import CostModel
 from kairox_sim.errors import KairoxError
 from kairox_sim.flows import to_ns
+from kairox_sim.policies.base import RESIDENT
 from kairox_sim.stream import Stream
 
 
@@ -30,8 +34,11 @@ class Op(NamedTuple):
     ns: int
 
 
-def layers_on_gpu(cache: NeuronCache, costs: CostModel) -> tuple[bool, ...]:
-    """Which layers are on the GPU; raises where that is not a yes or no for each."""
+def layers_on_gpu(cache: NeuronCache, costs: CostModel) -> tuple[float, ...]:
+    """The share of each layer that is on the GPU: 0 or 1, but for the boundary of a stand-in.
+
+    Raises where whole layers of the model cannot be on one side each.
+    """
     if costs.gating != "dense":
         raise KairoxError(
             f"dispatch 'layers' computes whole layers and gating is {costs.gating!r}; use gating "
@@ -42,36 +49,55 @@ def layers_on_gpu(cache: NeuronCache, costs: CostModel) -> tuple[bool, ...]:
             f"dispatch 'layers' moves nothing and {type(cache.policy).__name__} plans copies; use "
             "the static policy, or another dispatch"
         )
-    sides = []
-    for layer, slots in enumerate(cache.capacity):
-        on_gpu = cache.is_whole(layer)
-        if slots and not on_gpu:
-            raise KairoxError(
-                f"dispatch 'layers' has whole layers on the GPU and layer {layer} has {slots} "
-                f"slots for {cache.n_neurons} neurons; give each layer 0 or all of them, filled "
-                "from the start"
-            )
-        sides.append(on_gpu)
-    return tuple(sides)
+    shares = tuple(int((state >= RESIDENT).sum()) / cache.n_neurons for state in cache.state)
+    parts = [
+        layer for layer, slots in enumerate(cache.capacity) if slots and not cache.is_whole(layer)
+    ]
+    if not parts:
+        return shares
+    layer, slots = parts[0], cache.capacity[parts[0]]
+    if costs.layers_ratio == 1:
+        raise KairoxError(
+            f"dispatch 'layers' has whole layers on the GPU and layer {layer} has {slots} "
+            f"slots for {cache.n_neurons} neurons; give each layer 0 or all of them, filled "
+            "from the start"
+        )
+    filled = shares[layer] == slots / cache.n_neurons
+    if len(parts) > 1 or not filled or list(shares) != sorted(shares):
+        raise KairoxError(
+            f"dispatch 'layers' has the last layers on the GPU and layer {layer} has {slots} slots "
+            f"for {cache.n_neurons} neurons; of a stand-in's layers only the one between those "
+            "without slots and whole ones may be in part, filled from the start: give slots ngl:N"
+        )
+    return shares
 
 
 def ops_of_step(
-    costs: CostModel, on_gpu: Sequence[bool], n_neurons: int, n_tokens: int, context_len: int
+    costs: CostModel, on_gpu: Sequence[float], n_neurons: int, n_tokens: int, context_len: int
 ) -> Iterator[Op]:
-    """The operations of one step over layers of `n_neurons`, in order."""
-    attention_gpu = to_ns(costs.attention_s(n_tokens, context_len))
-    attention_cpu = to_ns(costs.attention_cpu_s(n_tokens, context_len))
-    ffn_gpu = to_ns(costs.ffn_gpu_s(n_neurons, n_tokens))
-    ffn_cpu = to_ns(costs.dense_ffn_cpu_s(n_neurons, n_tokens))
-    side = on_gpu[0]
-    for layer, here in enumerate(on_gpu):
-        if here != side:
-            yield from _crossing(costs, here, layer, n_tokens)
-            side = here
-        lane = "gpu" if here else "cpu"
-        yield Op(lane, "attention", layer, attention_gpu if here else attention_cpu)
-        yield Op(lane, "ffn", layer, ffn_gpu if here else ffn_cpu)
-    if all(on_gpu):
+    """The operations of one step over layers of `n_neurons`, in order. on_gpu: shares of layers.
+
+    A share of a stand-in's layer is whole layers of the model, and takes that share of its time.
+    """
+    attention_gpu_s = costs.attention_s(n_tokens, context_len)
+    attention_cpu_s = costs.attention_cpu_s(n_tokens, context_len)
+    ffn_gpu_s = costs.ffn_gpu_s(n_neurons, n_tokens)
+    ffn_cpu_s = costs.dense_ffn_cpu_s(n_neurons, n_tokens)
+    side = on_gpu[0] == 1
+    for layer, share in enumerate(on_gpu):
+        if share < 1:
+            if side:
+                yield from _crossing(costs, False, layer, n_tokens)
+            side = False
+            yield Op("cpu", "attention", layer, to_ns((1 - share) * attention_cpu_s))
+            yield Op("cpu", "ffn", layer, to_ns((1 - share) * ffn_cpu_s))
+        if share > 0:
+            if not side:
+                yield from _crossing(costs, True, layer, n_tokens)
+            side = True
+            yield Op("gpu", "attention", layer, to_ns(share * attention_gpu_s))
+            yield Op("gpu", "ffn", layer, to_ns(share * ffn_gpu_s))
+    if all(share == 1 for share in on_gpu):
         yield Op("gpu", "head", -1, to_ns(costs.head_s(1)))
     else:
         if side:
@@ -97,8 +123,11 @@ def play(op: Op, stream: Stream) -> None:
 
 
 def _crossing(costs: CostModel, to_gpu: bool, layer: int, n_tokens: int) -> Iterator[Op]:
+    """Once in a step of the model, however many layers stand for it: a layer's share, as the
+    head's."""
+    ratio = costs.layers_ratio
     if to_gpu:
-        yield Op("h2d", "x", layer, to_ns(costs.x_h2d_s(n_tokens)))
+        yield Op("h2d", "x", layer, to_ns(ratio * costs.x_h2d_s(n_tokens)))
     else:
-        yield Op("d2h", "x", layer, to_ns(costs.act_d2h_s(n_tokens)))
-    yield Op("", "hand-over", layer, to_ns(costs.handover_s))
+        yield Op("d2h", "x", layer, to_ns(ratio * costs.act_d2h_s(n_tokens)))
+    yield Op("", "hand-over", layer, to_ns(ratio * costs.handover_s))

@@ -15,6 +15,7 @@ from kairox_sim.costs import COPIES, CostModel, costs_for, fits, max_layers
 from kairox_sim.errors import KairoxError
 from kairox_sim.hardware import HardwareProfile, load_profile
 from kairox_sim.model import ModelShape, find_shape
+from kairox_sim.placement import whole_layers
 from kairox_sim.whole_layers import ops_of_step
 
 PC1 = load_profile("pc1")
@@ -240,6 +241,25 @@ def test_whole_layers_by_hand() -> None:
     small = fits(PC1, PROSPARSE, "dense", [0, 0, 0, 896, 896, 896], 1024, trace_neurons=896,
                  dispatch="layers")  # fmt: skip
     assert small.whole_layers == 16
+
+
+@given(
+    n_model=st.integers(1, 80), n_layers=st.integers(1, 12),
+    n_neurons=st.sampled_from([1, 12, 896]), share=st.floats(0, 1),
+)  # fmt: skip
+def test_what_a_stand_in_is_given_is_planned_as_so_many_layers(
+    n_model: int, n_layers: int, n_neurons: int, share: float
+) -> None:
+    """And never as more, even where a slot is more than a layer of the model."""
+    n = round(share * n_model)
+    slots = whole_layers(n_layers, n_neurons, n, of=n_model).slots
+    shape = replace(PROSPARSE, n_layers=n_model)
+    plan = fits(PC1, shape, "dense", slots, 64, trace_neurons=n_neurons, dispatch="layers")
+    assert plan.whole_layers is not None
+    assert plan.whole_layers <= n
+    if n_layers * n_neurons >= n_model:
+        assert plan.whole_layers == n
+    assert (plan.head > 0) == (n == n_model) == (min(slots) == n_neurons)
 
 
 def test_dense_slots_have_neither_gate_nor_predictor_beside_them() -> None:

@@ -4,6 +4,8 @@ The costs are those of `toy_engine.costs`; test_engine_timelines says them in wo
 eight neurons has its FFN from 110 on, with 0 and 1 on the device.
 """
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -242,6 +244,46 @@ def test_all_layers_take_the_head_along():
     run = whole(0)
     assert set(lanes(run)) == {"cpu"}
     assert ns(run.records[0], "wall_s", "wait_cpu_s") == [3 * 146 + 25, 3 * 146 + 25]
+
+
+def in_part(slots, ratio, resident=None, **changed):
+    pinned = [range(n) for n in (slots if resident is None else resident)]
+    cache = new_cache(Static(3, 8), n_layers=3, slots=slots, pinned=pinned)
+    stand_in = replace(costs(**DENSE | changed), layers_ratio=ratio)
+    return simulate([[[[0]], [[1]], [[]]]], cache, stand_in, n_layers=3, predictions=None,
+                    dispatch="layers")  # fmt: skip
+
+
+def test_a_stand_ins_layer_at_the_boundary_is_on_both_sides():
+    run = in_part([0, 2, 8], 0.5, cpu_fixed=8, ffn=32, act_fixed=5, d2h_fixed=6, handover=4)
+    # A quarter of layer 1 is the device's. CPU: 92 and 56, and three quarters of them. Device: 100
+    # and 44, and a quarter of them. x up once and down once, each of 6, and 4 of a hand-over: half
+    # of each, as of the head's 26.
+    assert lanes(run) == {
+        "cpu": [("attention", 0, 0, 92), ("ffn", 0, 92, 148), ("attention", 1, 148, 217),
+                ("ffn", 1, 217, 259), ("head", -1, 449, 462)],
+        "h2d": [("x", 1, 259, 262)],
+        "gpu": [("attention", 1, 264, 289), ("ffn", 1, 289, 300), ("attention", 2, 300, 400),
+                ("ffn", 2, 400, 444)],
+        "d2h": [("x", -1, 444, 447)],
+    }  # fmt: skip
+    (record,) = run.records
+    assert (record.evaluated, record.hit_on_time, record.residual) == (24, 10, 14)
+
+
+@pytest.mark.parametrize(
+    ("slots", "resident", "ratio", "words"),
+    [
+        ([0, 2, 8], None, 1, "layer 1 has 2 slots for 8 neurons; give each layer 0 or all of them"),
+        ([0, 2, 8], [0, 1, 8], 0.5, "layer 1 has 2 slots for 8 neurons; of a stand-in's layers"),
+        ([2, 2, 8], None, 0.5, "layer 0 has 2 slots"),
+        ([8, 2, 8], None, 0.5, "layer 1 has 2 slots"),
+        ([0, 2, 0], None, 0.5, "layer 1 has 2 slots .* give slots ngl:N"),
+    ],
+)
+def test_only_the_boundary_of_a_stand_in_is_in_part(slots, resident, ratio, words):
+    with pytest.raises(KairoxError, match=words):
+        in_part(slots, ratio, resident)
 
 
 def test_x_crosses_once_per_change_of_side():

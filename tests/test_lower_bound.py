@@ -151,7 +151,8 @@ def chosen_settings(draw: st.DrawFn) -> Settings:
     if draw(st.integers(0, 4)) == 0:  # llama.cpp
         given |= {
             "policy": "static", "gating": "dense", "dispatch": "layers", "placement": "layers",
-            "slots": draw(st.sampled_from(["ngl:0", "ngl:16", "ngl:32"])), "trigger": None,
+            "slots": draw(st.sampled_from([f"ngl:{n}" for n in (0, 1, 11, 16, 31, 32)])),
+            "trigger": None,
             "late": None,
         }  # fmt: skip
     if POLICIES[given["policy"]].needs >= {"future"}:  # it is shown what is computed
@@ -228,7 +229,7 @@ def test_it_is_reached_where_nothing_overlaps() -> None:
     assert 0.9 < own <= 1
 
 
-@pytest.mark.parametrize("layers", ["ngl:0", "ngl:16", "ngl:32"])
+@pytest.mark.parametrize("layers", ["ngl:0", "ngl:1", "ngl:11", "ngl:16", "ngl:31", "ngl:32"])
 def test_llama_cpp_is_at_or_above_it(layers: str) -> None:
     own, common = reach(
         {

@@ -47,6 +47,19 @@ def test_whole_layers_are_the_last_ones() -> None:
         whole_layers(2, 3, 3)
 
 
+def test_of_a_stand_in_the_boundary_may_be_within_a_layer() -> None:
+    """Of 40 layers 17 are 2.55 of 6: 2 whole ones, and 492.8 neurons of 896."""
+    placed = whole_layers(6, 896, 17, of=40)
+    assert placed.slots == (0, 0, 0, 492, 896, 896)
+    assert placed.resident[3].tolist() == list(range(492))
+    assert whole_layers(6, 896, 20, of=40).slots == (0, 0, 0, 896, 896, 896)
+    assert whole_layers(6, 896, 0, of=40).slots == (0,) * 6
+    assert whole_layers(6, 896, 40, of=40).slots == (896,) * 6
+    assert whole_layers(1, 12, 31, of=32).slots == (11,)  # rounded it would be the whole model
+    with pytest.raises(KairoxError, match="41 layers on the device; allowed: 0 to 40"):
+        whole_layers(6, 896, 41, of=40)
+
+
 def exact(fired: np.ndarray, total: int, least: int) -> int:
     """PowerInfer's program by trying every split: a layer holds none or at least `least`."""
     n_layers, n_neurons = fired.shape

@@ -36,7 +36,7 @@ Slots = Annotated[
     typer.Option(
         help="Neurons resident per layer: N; a,b,.. for each layer; density or density:N; the size "
         "of all of them, such as 4GiB; vram: what fits; all; ngl or ngl:N: the last N layers "
-        "whole. [default: a quarter]"
+        "of the model whole. [default: a quarter]"
     ),
 ]
 Gating = Annotated[
