@@ -25,7 +25,8 @@ def best(
     vram_bytes: int | None = None,
     slots_max: float | None = None,
 ) -> tuple[Settings, dict[str, Any]]:
-    """The fastest settings that fit, and their row of the table.
+    """The fastest settings that fit, and their row of the table, with the labels of others within
+    TIE of the fastest as `tied`.
 
     hardware: as asked in the sweep, or the profile's name, also with its link ("pc1+pcie3").
     link: None where the table has only one bus for it. vram_bytes: device memory to fit in, the
@@ -62,6 +63,7 @@ def best(
         ["slots", "device_bytes", "tok_s"], ascending=[True, True, False], kind="stable"
     )
     row = {str(key): value for key, value in order.iloc[0].items()}
+    row["tied"] = order["label"].iloc[1:].tolist()
     return Settings.of(json.loads(row["settings"])), plain(row)
 
 

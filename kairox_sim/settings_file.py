@@ -241,7 +241,7 @@ def _require_params(given: Mapping[str, Any], allowed: Sequence[str], owner: str
             raise ValueError(f"{owner} has no parameter {name!r}; {_nearest(name, allowed)}")
 
 
-_ALSO_CALLED = {"oracle": "belady", "opt": "belady", "min": "belady", "fixed": "static"}
+_ALSO_CALLED = {"oracle": "belady", "opt": "belady"}
 
 
 def _nearest(name: str, allowed: Iterable[str]) -> str:

@@ -55,7 +55,7 @@ COLUMNS: dict[str, pa.DataType] = {
     "link": TEXT,  # as asked; null: the machine's own
     "status": TEXT,  # ok | refused | failed
     "why": TEXT,  # the reason, or the traceback
-    "warnings": TEXT,  # "; " between them
+    "warnings": TEXT,  # a line each
     **dict.fromkeys(setting_keys(), TEXT),
     **dict.fromkeys(whole_keys(), pa.int64()),
     "slots": pa.float64(),  # per layer on average, as resolved
@@ -91,8 +91,18 @@ class Sweep(BaseModel):
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
+        content = read_toml(path, "sweep")
+        misplaced = [
+            key for key in content
+            if key not in cls.model_fields and key in ("hardware", "link", *setting_keys())
+        ]  # fmt: skip
+        if misplaced:
+            raise KairoxError(
+                f"sweep {os.fspath(path)!r}: {', '.join(misplaced)}: of every cell, so put it into "
+                "[base]; or into [grid], as a list of what to vary; see `kairox sweep --help`"
+            )
         try:
-            return cls.model_validate(read_toml(path, "sweep"))
+            return cls.model_validate(content)
         except ValidationError as error:
             raise KairoxError(f"sweep {os.fspath(path)!r}: {explain(error, cls)}") from error
 
@@ -317,7 +327,7 @@ def _measured(result: RunResult) -> dict[str, Any]:
     slots = result.provenance["slots"]
     return {
         "status": "ok",
-        "warnings": "; ".join(result.warnings) or None,
+        "warnings": "\n".join(result.warnings) or None,
         **result.summary,
         "slots": sum(slots) / len(slots),
         "fits": result.provenance["fits"],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -17,11 +18,13 @@ from toys import of_chunks, random_trace
 
 from kairox_sim.cli import COMMANDS, main
 from kairox_sim.commands.options import exec_extra
+from kairox_sim.commands.sweep import MOST_ROWS, distinct_warnings, print_fastest
 from kairox_sim.errors import KairoxError
 from kairox_sim.hardware import load_profile
 from kairox_sim.metrics import AGAINST, METRICS, STEP_COLUMNS
 from kairox_sim.model import CATALOGUE
 from kairox_sim.settings import Settings
+from kairox_sim.sweeps import Sweep, expand
 from kairox_sim.trace import write_trace
 
 Capture = pytest.CaptureFixture[str]
@@ -81,6 +84,8 @@ def kairox(*arguments: object, code: int = 0) -> None:
         (("simulate", "eval.arrow", *AS, "--set", "beta"), "--set takes key=value"),
         (("simulate", "eval.arrow", *AS, "--set", "beta=2"), "beta must be in [0, 1)"),
         (("simulate", "eval.arrow", *AS, "--policy", "lur"), "did you mean 'lru'?"),
+        (("simulate", "eval.arrow", *AS, "--policy", "S3-FIFO"), "did you mean 's3fifo'?"),
+        (("simulate", "eval.arrow", *AS, "--policy", "oracle"), "did you mean 'belady'?"),
         (("simulate", "eval.arrow", *AS, "--settings", "typo.toml"), "did you mean 'controller'?"),
         (("simulate", "eval.arrow", *AS, "--hardware", "pc9"), "no hardware profile 'pc9'"),
         (
@@ -210,8 +215,10 @@ def test_an_empty_trace_is_an_empty_report_and_exit_code_0(folder: Path, capsys:
 def test_tables_for_people(folder: Path, capsys: Capture) -> None:
     kairox("simulate", folder / "eval.arrow", *AS, "--policy", "lru", "--slots", "2")
     captured = capsys.readouterr()
-    assert "tok_s" in captured.out
-    assert "tokens/s" in captured.out
+    rows = [line.split("│") for line in captured.out.splitlines() if line.startswith("│")]
+    assert rows[0][1].strip() == "tok_s_scaled"  # a stand-in: what its own layers take is no speed
+    (tok_s,) = [row for row in rows if row[1].strip() == "tok_s"]
+    assert [part.strip() for part in tok_s[3:5]] == list(METRICS["tok_s"][::-1])
     assert "warning: no policy headroom" in captured.err
     kairox("info", folder / "eval.arrow")
     assert "density" in capsys.readouterr().out
@@ -239,19 +246,32 @@ def test_steps_and_slices_go_to_disk(folder: Path, capsys: Capture) -> None:
 def test_sweep_then_best(folder: Path, capsys: Capture) -> None:
     table, chosen = folder / "r.parquet", folder / "best.toml"
     kairox("sweep", folder / "sweep.toml", "-o", table, "--workers", 1)
-    said = capsys.readouterr().err
+    captured = capsys.readouterr()
+    said = captured.err
     assert "9 cells, 8 ok, 1 refused, 0 failed" in said
     assert "nothing in common" in said
+    rows = [line.split("│")[1:-1] for line in captured.out.splitlines() if line.startswith("│")]
+    assert len(rows) == 8
+    assert {row[1].strip() for row in rows} == {"pc1", "pc1+pcie3"}
+    speeds = [float(row[2]) for row in rows]
+    assert speeds == sorted(speeds, reverse=True)
     kairox("best", table, "--hardware", "pc1", "-o", chosen, code=2)
     assert "choose one with --link: own, pcie3" in capsys.readouterr().err
     kairox("best", table, "--hardware", "pc1", "--link", "pcie3", "-o", chosen, "--json")
     row = json.loads(capsys.readouterr().out)["row"]
+    assert row["label"] not in row["tied"]
     assert row["tok_s"] == pytest.approx(
         simulated(capsys, folder / "eval.arrow", "--settings", chosen, "--link", "pcie3")[
             "summary"
         ]["tok_s"]
     )
+    capsys.readouterr()
     kairox("best", table, "--hardware", "pc1", "--link", "own", "--slots-max", 8, "-o", chosen)
+    out = capsys.readouterr().out
+    rows = pd.read_parquet(table).query("status == 'ok' and link.isna() and slots == 8")
+    fastest = rows.loc[rows["tok_s_scaled"].idxmax()]
+    assert f" on pc1: {fastest['tok_s_scaled']:.4g} tokens/s scaled to the model's layers" in out
+    assert "a stand-in: another model's activations" in out
     assert tomllib.loads(chosen.read_text(encoding="utf-8"))["slots"] == 8
     # 24 of 64 neurons take 10.9 GB with the margin: within 11 GB, and not within 10.5 GB
     for vram, slots in (("11GB", 24), ("10GB", 8), ("10GiB", 8)):
@@ -261,6 +281,38 @@ def test_sweep_then_best(folder: Path, capsys: Capture) -> None:
     kairox("best", table, "--hardware", "pc1", "--link", "own", "--vram", "12", "-o", chosen,
            code=2)  # fmt: skip
     assert "12GB (1e9) or 12GiB (2**30)" in capsys.readouterr().err
+
+
+def test_what_a_sweep_shows_is_short_and_warnings_once(capsys: Capture) -> None:
+    row = {"status": "ok", "label": "lru 8", "machine": "pc1", "costs": "own costs",
+           "tok_s_scaled": 2.0, "hit_on_time": 0.5, "residual_share": 0.5,
+           "loads_per_layer_step": 1.0, "over_bound": float("nan"),
+           "warnings": "a; with more\nb"}  # fmt: skip
+    slow = row | {"label": "slowest", "tok_s_scaled": 1.0, "warnings": "b"}
+    table = pd.DataFrame([slow, *([row] * MOST_ROWS), row | {"status": "refused"}])
+    print_fastest(table)
+    out = capsys.readouterr().out
+    assert out.count("lru 8") == MOST_ROWS
+    assert "slowest" not in out
+    assert "and 1 slower ones" in out
+    assert "unknown" in out
+    assert distinct_warnings(table) == ["b (22 of 22 cells)", "a; with more (21 of 22 cells)"]
+
+
+def test_the_sweep_file_of_the_help_and_of_the_readme(folder: Path, capsys: Capture) -> None:
+    kairox("sweep", "--help")
+    said = capsys.readouterr().out
+    for part in ("[base]", "[grid]", "[[cells]]", "seeds =", '"tam.beta" = [0.8, 0.9]', "system ="):
+        assert part in said
+    readme = Path(__file__).parent.parent / "experiments" / "README.md"
+    (spec,) = re.findall(r"^```toml\n(.*?)^```$", readme.read_text(encoding="utf-8"), re.M | re.S)
+    path = folder / "readme.toml"
+    path.write_text(spec, encoding="utf-8")
+    cells = expand(Sweep.load(path))
+    assert len(cells) == 2 * (1 + 2) + 1  # beta is tam's
+    path.write_text(f'hardware = "pc1"\n{spec}', encoding="utf-8")
+    with pytest.raises(KairoxError, match=r"hardware: of every cell, so put it into \[base\]"):
+        Sweep.load(path)
 
 
 def test_figures_of_a_table(folder: Path, capsys: Capture) -> None:

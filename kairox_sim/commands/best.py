@@ -31,6 +31,7 @@ def best(
 
     Example: kairox best demo.parquet --hardware pc1 --link pcie4 --vram 12GiB -o best.toml
     """
+    from kairox_sim.choice import TIE
     from kairox_sim.choice import best as choose
     from kairox_sim.units import parse_bytes
 
@@ -40,14 +41,22 @@ def best(
     vram_bytes = None if vram is None else parse_bytes(vram)
     settings, row = choose(table, hardware, link=link, vram_bytes=vram_bytes, slots_max=slots_max)
     settings.dump(out)
-    print_warnings([row["warnings"]] if row["warnings"] else [])
+    print_warnings(row["warnings"].splitlines() if row["warnings"] else [])
     if as_json:
         print_json({"settings_file": str(out), "row": row})
         return
-    scaled = row["tok_s_scaled"]  # what figures show
-    of_model = "" if scaled == row["tok_s"] else f" ({scaled:.4g} scaled to the model's layers)"
+    speed = f"{row['tok_s_scaled']:.4g} tokens/s"
+    if row["tok_s_scaled"] != row["tok_s"]:
+        speed += f" scaled to the model's layers ({row['tok_s']:.4g} of the trace's)"
     typer.echo(
-        f"{out}: {row['label']} on {row['machine']}: {row['tok_s']:.4g} tokens/s{of_model} "
-        f"simulated, {row['hit_on_time']:.1%} on time, {row['device_bytes'] / 1e9:.2f} GB "
-        f"of device memory ({row['costs']}; {row['prediction_label']})"
+        f"{out}: {row['label']} on {row['machine']}: {speed} simulated, {row['hit_on_time']:.1%} "
+        f"on time, {row['device_bytes'] / 1e9:.2f} GB of device memory ({row['costs']}; "
+        f"{row['prediction_label']})"
     )
+    if row["tied"]:
+        typer.echo(
+            f"within {TIE:.0%} of the fastest, so no slower as far as this can tell, and with no "
+            f"smaller budget: {', '.join(row['tied'])}"
+        )
+    if str(row["costs"]).startswith("stand-in"):
+        typer.echo("a stand-in: another model's activations, so no evidence of this model's hits")

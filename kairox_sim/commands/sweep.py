@@ -3,12 +3,27 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kairox_sim.commands.options import Json, print_json, progress, say
+from kairox_sim.commands.options import (
+    Json,
+    print_json,
+    print_warnings,
+    progress,
+    say,
+    wide_console,
+)
 from kairox_sim.commands.record import INTERRUPTED
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+MOST_ROWS = 20
+SHOWN = (
+    "tok_s_scaled", "hit_on_time", "residual_share", "loads_per_layer_step", "over_bound",
+)  # fmt: skip
 
 
 def sweep(
@@ -27,6 +42,23 @@ def sweep(
     as_json: Json = False,
 ) -> None:
     """Simulate every cell of a sweep file; each row of the table says ok, refused or failed.
+
+    Shows the fastest cells. A sweep file is TOML; the least is a trace and something to vary:
+
+    \b
+    trace = "eval.arrow"           # paths start where you are
+    prior = "prior.arrow"          # only where something learns from it
+    seeds = [0, 1]                 # only where predictions are drawn
+    \\[base]                         # of every cell: any setting, hardware, link
+    model_as = "prosparse-7b"
+    hardware = "pc1"               # or gpu+cpu+link; link = "pcie3", or "own"
+    \\[grid]                         # every combination of these lists
+    slots = [128, 256]
+    "tam.beta" = [0.8, 0.9]        # "policy.param": only where the policy is tam
+    system = ["powerinfer", "kairox-paper"]
+    rule = [{ policy = "tam", slots = 64 }, { policy = "lru" }]  # keys together
+    \\[\\[cells]]                      # one more cell; repeat it for others
+    policy = "none"
 
     Example: kairox sweep experiments/demo.toml -o demo.parquet
     """
@@ -56,8 +88,52 @@ def sweep(
     if as_json:
         print_json({"table": str(out), "cells": len(table), **statuses})
     else:
+        print_fastest(table)
         say(f"{out}: {len(table)} cells, " + ", ".join(f"{n} {s}" for s, n in statuses.items()))
         for status in ("refused", "failed"):
             for why, rows in table[table["status"] == status].groupby("why", sort=False):
                 last_line = str(why).strip().splitlines()[-1]
                 say(f"{status}, {len(rows)} x: {rows['label'].iloc[0]}: {last_line}")
+        print_warnings(distinct_warnings(table))
+
+
+def print_fastest(table: pd.DataFrame) -> None:
+    """The fastest cells that ran, at most MOST_ROWS."""
+    from rich.table import Table
+
+    ran = table[table["status"] == "ok"].sort_values("tok_s_scaled", ascending=False, kind="stable")
+    if ran.empty:
+        return
+    costs = "; ".join(sorted(set(ran["costs"])))
+    shown = Table(title=f"simulated: {costs}; tok_s_scaled is tokens/s of the whole model")
+    several = ran["costs"].nunique() > 1
+    shown.add_column("setting")
+    shown.add_column("hardware")
+    for name in (*(("costs",) if several else ()), *SHOWN, "warnings"):
+        shown.add_column(name, justify="right")
+    for _, row in ran.head(MOST_ROWS).iterrows():
+        shown.add_row(
+            row["label"],
+            row["machine"],
+            *((row["costs"].rpartition(", ")[2],) if several else ()),
+            *("unknown" if row[key] != row[key] else f"{row[key]:.4g}" for key in SHOWN),
+            str(len(warnings_of(row["warnings"]))),
+        )
+    console = wide_console()
+    console.print(shown)
+    if len(ran) > MOST_ROWS:
+        console.print(f"and {len(ran) - MOST_ROWS} slower ones, in the table", highlight=False)
+
+
+def warnings_of(text: str | None) -> list[str]:
+    """The warnings of a cell, a line each of its row's text."""
+    return text.splitlines() if isinstance(text, str) else []
+
+
+def distinct_warnings(table: pd.DataFrame) -> list[str]:
+    """Each text once, with how many cells have it."""
+    counted: dict[str, int] = {}
+    for text in table["warnings"]:
+        for warning in dict.fromkeys(warnings_of(text)):
+            counted[warning] = counted.get(warning, 0) + 1
+    return [f"{warning} ({n} of {len(table)} cells)" for warning, n in counted.items()]
