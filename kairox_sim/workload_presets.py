@@ -67,7 +67,7 @@ PRESETS: dict[str, Workload] = {
             group_size=16,
             source=f"density: {PROSPARSE}; {_REGLU_SKEW}{_BORROWED}; predicted sets: {FORK}, 22.2 "
             "to 24.6 % of the neurons, of which the most frequent 47 % carry 70 %; recall assumed "
-            "within the 90 to 99 % of the OSDI '26 paper; co_activation 0 until fitted to "
+            "within the 90 to 99 % of the OSDI '26 paper; co_activation fitted to "
             f"C(16) = {CO_ACTIVATION['prosparse-7b']:.1%} of the same fork",
         ),
         Workload(
