@@ -140,6 +140,17 @@ def test_loads_against_bytes_by_hand() -> None:
     assert all(r.kind == "audit" for r in fork_sweep.byte_rows())
 
 
+def test_a_constant_passes_the_hit_gate_and_the_caveat_says_so() -> None:
+    (null,) = fork_sweep.null_rows()
+    assert (null.kind, null.simulated) == ("audit", 1.0)
+    gate = "hit: at least 5 of 7 close, tau 0.33, persistence"
+    said = fork_sweep.caveat(
+        [(f"{gate} 0", "5 of 7"), (f"{gate} 0.3", "7 of 7"), (null.what, null.why)]
+    )
+    assert said.startswith("With tau 0.33, 2 of 7 hit rows miss at persistence 0; and a constant")
+    assert "59.6 to 62.3 %" in said
+
+
 def test_the_table_of_a_small_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fork_sweep, "PERSISTENCES", (0.3,))
     monkeypatch.setattr(fork_sweep, "rows", lambda scale: made)

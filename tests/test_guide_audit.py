@@ -76,13 +76,14 @@ def test_a_number_by_hand(
 
 
 def test_slots_in_twelve_gib_by_hand() -> None:
-    """12 GiB - 1.3 GB margin - attention - head - predictor - keys and values, over a neuron."""
+    """12 GiB - 1.45 GB margin - attention - head - predictor - keys and values, over a neuron."""
     machine = Basis().pc1
-    left = 12 * 2**30 - 1.3e9 - 40 * 4 * 5120**2 * 2 - 32000 * 5120 * 2
+    left = 12 * 2**30 - 1.45e9 - 40 * 4 * 5120**2 * 2 - 32000 * 5120 * 2
     left -= 40 * machine.shape.predictor_rank * (5120 + 13824) * 2  # type: ignore[operator]
     left -= 40 * 2 * 5120 * 2 * 1024
     assert machine.slots == int(left / (40 * 30_720))
-    assert 300 < machine.slots < 700
+    assert 200 < machine.slots < 300
+    assert Basis().pc1_unfitted.slots > machine.slots
 
 
 def test_rooflines_of_the_first_machine_by_hand() -> None:
@@ -104,7 +105,7 @@ def test_the_flagship_row_is_short_of_bytes(rows: dict[str, AuditRow]) -> None:
     assert row.numbers["have"] == pytest.approx(have)
     assert row.numbers["need_least"] == pytest.approx(1.9026e9, rel=1e-3)
     assert row.verdict == "impossible by byte conservation"
-    assert rows["T5"].verdict == "impossible by byte conservation"
+    assert rows["T5"].verdict == "depends on the share evaluated"
     assert (
         rows["T5"].numbers["true_tokens_per_s"]
         > 31.97
@@ -177,7 +178,7 @@ def test_a_run_of_each_kind_of_system() -> None:
     kairox = guide_runs.run("kairox-guide", 0.0, n_layers=1, n_tokens=20)
     assert 2 < kairox.tokens_per_s < 20
     assert kairox.cpu_ms > 10 * 3.8
-    assert kairox.hit_resident <= kairox.hit_on_time < 25  # 388 slots of 1,548 active
+    assert kairox.hit_resident <= kairox.hit_on_time < 25  # 266 slots of 1,548 active
     assert "kairox-guide" in guide_runs.SYSTEMS["Kairox"]
 
 
@@ -197,8 +198,9 @@ def test_the_guides_table_is_an_audit(monkeypatch: pytest.MonkeyPatch, tmp_path:
     rows = guide_table.rows((0.0,))
     assert {row.kind for row in rows} == {"audit"}
     kairox = [row for row in rows if row.what.startswith("Kairox:")]
-    assert {row.verdict for row in kairox} == {"not reachable"}
+    assert {row.verdict for row in kairox} == {"above our ceiling"}
     assert {row.verdict for row in rows if row.what.startswith("PowerInfer:")} == {"shown"}
     lru = next(row for row in rows if row.what.startswith("lru: resident before"))
     assert "3% resident, persistence 0" in lru.why
+    assert all("guide_audit, T5" in row.why for row in kairox)
     assert (tmp_path / "guide_table.csv").is_file()

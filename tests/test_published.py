@@ -87,6 +87,10 @@ def test_verdicts_follow_the_rule() -> None:
     assert judged(60, 69, "%", within=10).verdict == "pass"  # points, not a share of 60
     assert judged(60, 71, "%", within=10).error == pytest.approx(11)
     assert judged(10, 9, within=0.5, ceiling=9.5).verdict == "not reachable"
+    leaning = judged(10, 9, within=0.5, ceiling=9.5, ceiling_leans_on="divides by x")
+    assert leaning.verdict == "above our ceiling"
+    assert "our ceiling 9.5" in leaning.why
+    assert "divides by x" in leaning.why
     assert "9.5" in judged(10, 9, within=0.5, ceiling=9.5).why
     assert judged(10, 99).verdict == "shown"
     assert judged(10, nan, within=0.1).verdict == "miss"  # unknown never passes

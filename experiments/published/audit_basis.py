@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import Literal
 
 from experiments.published.data import number, table
+from experiments.published.machines import margined
 from kairox_sim.hardware import HardwareProfile, load_profile
 from kairox_sim.memory import fits, max_layers, max_slots
 from kairox_sim.model import ModelShape, find_shape
@@ -21,6 +22,7 @@ Verdict = Literal[
     "contradicts itself",
     "contradicts its source",
     "impossible by byte conservation",
+    "depends on the share evaluated",
     "plausible",
     "not checkable",
 ]
@@ -148,13 +150,18 @@ class Basis:
 
     @cached_property
     def pc1(self) -> Machine:
-        """RTX 4070 and i7-13700K, with the guide's 13B model in FP16."""
-        return Machine(load_profile("pc1"), find_shape("prosparse-13b"))
+        """RTX 4070 and i7-13700K, with the guide's 13B model in FP16 and the fitted margin."""
+        return Machine(margined("pc1"), find_shape("prosparse-13b"))
 
     @cached_property
     def pc2(self) -> Machine:
         """RTX 3060 and Ryzen 7 5700X on PCIe 3.0, same model."""
-        return Machine(load_profile("pc2"), find_shape("prosparse-13b"))
+        return Machine(margined("pc2"), find_shape("prosparse-13b"))
+
+    @cached_property
+    def pc1_unfitted(self) -> Machine:
+        """The first machine with the margin of its profile: what a verdict owes to the margin."""
+        return Machine(load_profile("pc1"), self.pc1.shape)
 
     @cached_property
     def true_share(self) -> float:

@@ -41,6 +41,9 @@ COLORS = {
 }  # fmt: skip
 
 
+MACHINE_NAME = {"pc-low": "PC-Low", "pc-high": "PC-High"}
+
+
 def draw_bars(runs: Sequence[Run], machine: str) -> Figure:
     """A panel per model, four systems each."""
     mine = [bar for bar in published_bars() if bar.machine == machine]
@@ -64,7 +67,7 @@ def draw_bars(runs: Sequence[Run], machine: str) -> Figure:
             for name, value in bar.published.items()
         ]  # fmt: skip
         draw_pairs(axes, pairs, "tokens/s")
-        axes.set_title(bar.name)
+        axes.set_title(f"{bar.name}, {MACHINE_NAME[machine]}")
         axes.set_xticks(range(4), ["llama\n.cpp", "Power\nInfer", "Neura-\nlink", "Kairox"])
     key(figure, {"^": "PowerInfer serial", "v": "as shipped", "o": "Kairox released",
                  "s": "SparkInfer"})  # fmt: skip
@@ -103,8 +106,8 @@ def draw_ratios(runs: Sequence[Run], machine: str, index: int) -> Figure:
         for step, (paper, code) in steps.items()
     ]  # fmt: skip
     draw_pairs(right, pairs, "over PowerInfer (x)")
-    right.set_title(f"ablation, {bar.name}")
-    left.set_title("the best over each sparse system")
+    right.set_title(f"ablation, {bar.name}, {MACHINE_NAME[machine]}")
+    left.set_title(f"the best over each system, {MACHINE_NAME[machine]}")
     for axes in (left, right):
         axes.axhline(1, color=BLACK, linewidth=0.6, linestyle=":")
     key(figure, {"o": "released code"})
@@ -146,9 +149,11 @@ def draw_guide(runs: Sequence[Run]) -> Figure:
             if (name, part) != ("PowerInfer", "prefetch")
         ]  # fmt: skip
         draw_pairs(grid[2 + column], times, "ms per token")
-    key(figure, {"o": "Kairox released", "s": "paper"})
+    key(figure, {"o": "kairox-released", "s": "kairox-paper"})
     footer(figure, "The guide's table and breakdown (LLaMA-2-13B FP16; here ProSparse-13B) on pc1; "
-           f"Kairox as in the guide. P.: PowerInfer, K.: Kairox. {SMALL_PRINT} {FITTED}"
+           f"bars of Kairox: kairox-guide. P.: PowerInfer, K.: Kairox. {SMALL_PRINT} VRAM margin "
+           f"as "
+           "fitted on the llama.cpp bars of other machines; pc1's CPU by its profile, not fitted."
     )  # fmt: skip
     return figure
 
@@ -175,7 +180,9 @@ def draw_fork(runs: Sequence[Run]) -> Figure:
         axes.tick_params(axis="x", labelsize=6)
     key(figure, {})
     footer(figure, "github.com/brothergiven/kairox.cpp on an RTX 3080, against kairox-released. "
-           f"{SMALL_PRINT} {FITTED}")  # fmt: skip
+           f"{SMALL_PRINT} VRAM margin fitted on the llama.cpp bars; the host's sparse rate is "
+           f"from "
+           "the times of these very runs, so tokens/s are no independent prediction.")  # fmt: skip
     return figure
 
 

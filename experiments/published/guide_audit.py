@@ -18,9 +18,9 @@ from experiments.published.audit_basis import AuditRow, Basis, Machine
 from experiments.published.audit_simulated import simulated
 from experiments.published.data import SOURCES, source_hashes
 from experiments.published.guide_runs import described
+from experiments.published.machines import fitted_hash, margined
 from experiments.published.tables import footer, markdown, provenance, write_csv
 from kairox_sim.errors import KairoxError
-from kairox_sim.hardware import load_profile
 from kairox_sim.model import find_shape
 from kairox_sim.outputs import require_folder
 from kairox_sim.provenance import profile_sha256
@@ -31,6 +31,9 @@ VERDICTS = {
     "contradicts itself": "two of its own statements exclude each other",
     "contradicts its source": "the paper, the code or the datasheet says otherwise",
     "impossible by byte conservation": "more bytes than the memory, the link or the bus can give",
+    "depends on the share evaluated": "bytes exclude it with one share of neurons evaluated and "
+    "not "
+    "with another; the row says which",
     "plausible": "within the roofline; not shown to be true",
     "not checkable": "nothing to check it against",
 }
@@ -78,8 +81,8 @@ def main(arguments: list[str] | None = None) -> None:
     rows = all_rows(basis)
     runs = None if given.no_runs else described()
     table = cells(rows, {row.item: simulated(row.item, basis, runs) for row in rows})
-    profiles = {f"profile {n}": profile_sha256(load_profile(n)) for n in MACHINES}
-    origin = provenance({**source_hashes(*SOURCES), **profiles})
+    profiles = {f"profile {n}": profile_sha256(margined(n)) for n in MACHINES}
+    origin = provenance({**source_hashes(*SOURCES), **fitted_hash(), **profiles})
     numbers = [
         [row.item, name, f"{value:.6g}"] for row in rows for name, value in row.numbers.items()
     ]
@@ -87,7 +90,13 @@ def main(arguments: list[str] | None = None) -> None:
         "# The Kairox Guide, row by row",
         "The guide is a secondary account of the OSDI '26 paper. A roofline is bytes over the "
         "rates "
-        "of the profiles `pc1` and `pc2`, without fixed costs. Shares of neurons: "
+        "of the profiles `pc1` and `pc2`, without fixed costs, and the VRAM margin is the fitted "
+        "one of "
+        f"{basis.pc1.profile.vram_margin_bytes.value / 1e9:g} GB (fitted.toml) on every page of "
+        f"the "
+        "guide, although it was fitted on other machines: one set of constants for all rows. It "
+        f"leaves {basis.pc1.slots} slots a layer, the profile's own {basis.pc1_unfitted.slots}. "
+        f"Shares of neurons: "
         f"{basis.true_share:.1%} fire (ProSparse-13B, arXiv 2402.13516), {basis.guide_share:.0%} "
         "is "
         f"the middle of the guide's range, {basis.predicted_share:.1%} are predicted (measured on "

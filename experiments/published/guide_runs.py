@@ -9,6 +9,7 @@ from functools import cache
 import numpy as np
 
 from experiments.published.audit_basis import CONTEXT
+from experiments.published.machines import margined
 from kairox_sim import simulate
 from kairox_sim.cache import NeuronCache
 from kairox_sim.controllers import Anb, Fixed
@@ -69,7 +70,7 @@ def run(system: str, persistence: float, n_layers: int = 4, n_tokens: int = 100)
         fields["groups"] = GROUPS
     settings = Settings.model_validate(fields)
     trace, prior = (_sets(persistence, n_layers, n_tokens, seed) for seed in (1, 2))
-    s = simulate(trace, settings, hardware=MACHINE, prior=prior).summary
+    s = simulate(trace, settings, hardware=margined(MACHINE), prior=prior).summary
     whole = find_workload(MODEL).n_layers / n_layers * 1e3
     return Ran(
         s["tok_s_scaled"], s["gpu_s"] * whole, s["cpu_busy_s"] * whole, s["swap_busy_s"] * whole,

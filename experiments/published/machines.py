@@ -81,6 +81,27 @@ def constants() -> dict[str, Any]:
     return tomllib.loads(FITTED.read_text(encoding="utf-8"))
 
 
+SPARSE_SHARES = (0.2, 0.8)  # of the effective DRAM rate, that sparse CPU kernels reach
+
+
+def with_sparse_share(profile: HardwareProfile, share: float) -> HardwareProfile:
+    """The sparse kernel at another share of the effective DRAM rate than the chosen one."""
+    rate = profile.ffn_cpu.bytes_per_s.model_copy(
+        update={
+            "value": share * profile.dram_bytes_per_s.value,
+            "source": f"{share:g} x the effective DRAM rate, to see what leans on it",
+        }
+    )
+    host = profile.ffn_cpu.model_copy(update={"bytes_per_s": rate})
+    return profile.model_copy(update={"ffn_cpu": host})
+
+
+def leans_on(*names: str) -> str:
+    """What a row owes to constants of fitted.toml's table `chosen`: the end of its `why`."""
+    known = constants()["chosen"]
+    return f"(leans on: {'; '.join(known[name]['short'] for name in names)})"
+
+
 def fitted_hash() -> dict[str, str]:
     """For provenance."""
     return {FITTED.name: sha256(FITTED)}

@@ -10,7 +10,7 @@ import csv
 import json
 import math
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from importlib import metadata
 from math import nan
@@ -22,7 +22,8 @@ from kairox_sim.outputs import require_folder
 from kairox_sim.provenance import code_version
 
 Kind = Literal["fitted", "predicted", "audit"]
-Verdict = Literal["pass", "miss", "tie", "not reachable", "shown"]
+Verdict = Literal["pass", "miss", "tie", "not reachable", "above our ceiling", "shown"]
+ABOVE = ("not reachable", "above our ceiling")
 TIE = 0.05  # two systems closer than this are not told apart
 
 
@@ -39,6 +40,7 @@ class Row:
     kind: Kind
     verdict: Verdict
     why: str = ""
+    number: str = ""  # names the published number, which several rows may hold to one
 
     def __post_init__(self) -> None:
         for name, allowed in (("kind", get_args(Kind)), ("verdict", get_args(Verdict))):
@@ -48,7 +50,7 @@ class Row:
                 )
         if self.kind == "audit" and self.verdict in ("pass", "miss"):
             raise KairoxError(f"an audit row gates nothing, got verdict {self.verdict!r}")
-        if self.verdict in ("miss", "not reachable") and not self.why:
+        if self.verdict in ("miss", *ABOVE) and not self.why:
             raise KairoxError(f"{self.what}: a {self.verdict!r} says why, by measurement")
 
 
@@ -67,27 +69,33 @@ def row(
     kind: Kind,
     within: float | None = None,
     ceiling: float | None = None,
+    ceiling_leans_on: str = "",
     why: str = "",
     if_missed: str = "",
+    number: str = "",
 ) -> Row:
     """A row judged by the rule: |error| <= `within` passes, else it misses.
 
     The error is relative, and in points (of 100) where the unit is "%". `ceiling`: what nothing can
-    exceed here; a published number above it is not reachable, whatever was simulated. Without
-    `within` the row is shown and not judged. `if_missed` is said only then, `why` always.
+    exceed here; a published number above it is not reachable, whatever was simulated. A ceiling
+    that leans on something simulated or assumed (`ceiling_leans_on`) forbids nothing: a number
+    above it is above our ceiling, and the row says what the ceiling leans on. Without `within` the
+    row is shown and not judged. `if_missed` is said of a miss only, `why` always.
     """
     error = simulated - published if unit == "%" else relative(published, simulated)
     verdict: Verdict = "shown"
     if ceiling is not None and published > ceiling:
-        verdict = "not reachable"
-        why = f"published {published:g} {unit} > bound {ceiling:g} {unit}. {why}".strip()
+        verdict = "above our ceiling" if ceiling_leans_on else "not reachable"
+        which = f"our ceiling {ceiling:g} {unit}, which {ceiling_leans_on}"
+        which = which if ceiling_leans_on else f"bound {ceiling:g} {unit}"
+        why = f"published {published:g} {unit} > {which}. {why}".strip()
     elif within is not None and kind != "audit":
         verdict = "pass" if abs(error) <= within * (1 + 1e-12) else "miss"
     if verdict == "miss":
         why = f"{if_missed} {why}".strip() or f"off by {shown(error)}, allowed {within:g}"
     return Row(
         source=source, what=what, published=published, simulated=simulated, unit=unit,
-        error=error, kind=kind, verdict=verdict, why=why,
+        error=error, kind=kind, verdict=verdict, why=why, number=number or what,
     )  # fmt: skip
 
 
@@ -97,8 +105,23 @@ def claim(source: str, what: str, holds: bool, *, kind: Kind, why: str) -> Row:
     return Row(
         source=source, what=what, published=1.0, simulated=float(holds), unit="holds",
         error=float(holds) - 1.0, kind=kind, verdict="shown" if kind == "audit" else verdict,
-        why=why,
+        why=why, number=what,
     )  # fmt: skip
+
+
+def numbers_above(rows: Iterable[tuple[str, str]]) -> str:
+    """How many published numbers are above a ceiling in some row, from (number, verdict)."""
+    found: dict[str, set[str]] = {verdict: set() for verdict in ABOVE}
+    counted: dict[str, int] = dict.fromkeys(ABOVE, 0)
+    for number, verdict in rows:
+        if verdict in found:
+            found[verdict].add(number)
+            counted[verdict] += 1
+    said = ", ".join(
+        f"{verdict}: {len(names)} (rows: {counted[verdict]})"
+        for verdict, names in found.items() if names
+    )  # fmt: skip
+    return f"published numbers {said}" if said else ""
 
 
 def order(slow: float, fast: float) -> Verdict:
@@ -140,7 +163,7 @@ def write_tables(
     origin = provenance(inputs)
     csv_path, page_path = place / f"{stem}.csv", place / f"{stem}.md"
     write_csv(csv_path, [asdict(item) for item in rows], origin)
-    heads = [f.name for f in fields(Row)]
+    heads = [f.name for f in fields(Row) if f.name != "number"]
     cells = [[_cell(getattr(item, name)) for name in heads] for item in rows]
     page_path.write_text(
         "\n\n".join([f"# {title}", *notes, markdown(heads, cells), tally(rows), footer(origin)])
@@ -173,7 +196,8 @@ def tally(rows: Sequence[Row]) -> str:
         }
         if any(counts.values()):
             said.append(f"{kind}: " + ", ".join(f"{n} {v}" for v, n in counts.items() if n))
-    return "; ".join(said) + "."
+    above = numbers_above((r.number, r.verdict) for r in rows)
+    return "; ".join(said) + "." + (f" Counted once, {above}." if above else "")
 
 
 def footer(origin: Mapping[str, object]) -> str:
