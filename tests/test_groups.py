@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_traces import from_masks
+from toys import random_trace
 
 from kairox_sim import coactivation as counting
 from kairox_sim import groups as groups_module
@@ -329,9 +330,34 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert read_groups(out).members[0].tolist() == [[0, 3], [1, 2]]
     with pytest.raises(SystemExit):
         main(command)
-    assert "metis" in capsys.readouterr().out
+    table = capsys.readouterr().out
+    assert "metis" in table
+    assert "on the prior itself" in " ".join(table.split())
+    assert f"next: kairox simulate TRACE --set groups={out}" in table.replace("\n", "")
     for wrong, said_so in ((["--size", "3"], "2, 4"), (["--method", "x"], "chunks")):
         with pytest.raises(SystemExit) as ended:
             main([*command, *wrong])
         assert ended.value.code == 2
         assert said_so in capsys.readouterr().err
+
+
+def test_the_command_checks_groups_on_other_tokens(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prior = random_trace(n_decode=12)
+    held_out = random_trace(seed=1, source="b")
+    paths = [write_trace(t, tmp_path / f"{i}.arrow") for i, t in enumerate((prior, held_out))]
+    command = ["group", str(paths[0]), "-o", str(tmp_path / "g.parquet"), "--size", "2",
+               "--method", "frequency", "--json", "--check"]  # fmt: skip
+    with pytest.raises(SystemExit) as ended:
+        main([*command, str(paths[1])])
+    assert not ended.value.code
+    said = json.loads(capsys.readouterr().out)
+    assert said["co_activation_on"] == str(paths[1])
+    made = group_neurons(prior, 2, 64, 2, "frequency")
+    assert said["co_activation_within"] == co_activation_within(made, held_out).tolist()
+    assert said["co_activation_within"] != co_activation_within(made, prior).tolist()
+    with pytest.raises(SystemExit) as ended:
+        main([*command, str(paths[0])])
+    assert ended.value.code == 2
+    assert "made from tokens they would be evaluated on" in capsys.readouterr().err

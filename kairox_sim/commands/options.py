@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -118,7 +118,7 @@ def print_json(content: Any) -> None:
     sys.stdout.write(json.dumps(plain(content), indent=2, allow_nan=False) + "\n")
 
 
-def print_warnings(warnings: Sequence[str]) -> None:
+def print_warnings(warnings: Iterable[str]) -> None:
     """To standard error, so that JSON stays clean."""
     for text in warnings:
         say(f"warning: {text}")
