@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any, get_args
@@ -37,7 +38,7 @@ def blocks(heading: str) -> list[str]:
 
 def test_each_kind_has_its_example() -> None:
     kinds = ("A policy", "A system", "A machine", "A model")
-    assert [len(blocks(kind)) for kind in kinds] == [2, 1, 1, 1]
+    assert [len(blocks(kind)) for kind in kinds] == [3, 1, 1, 1]
     for path in re.findall(r"^`?(kairox_sim/[\w/]+\.py)|in `(kairox_sim/[\w/]+\.py)`", TEXT, re.M):
         (place,) = filter(None, path)
         assert (Path(__file__).parent.parent / place).is_file() or place.endswith("aged.py")
@@ -45,8 +46,8 @@ def test_each_kind_has_its_example() -> None:
 
 @pytest.fixture
 def policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The example's file as a module, and its row in the table."""
-    source, row = blocks("A policy")
+    """The example's file as a module, its import and its row in the table."""
+    source, imported, row = blocks("A policy")
     file = tmp_path / "aged.py"
     file.write_text(source, encoding="utf-8")
     spec = importlib.util.spec_from_file_location("kairox_sim.policies.aged", file)
@@ -54,7 +55,10 @@ def policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    ((name, made),) = eval(f"{{{row}}}", vars(module)).items()
+    monkeypatch.setitem(sys.modules, "kairox_sim.policies.aged", module)
+    names: dict[str, Any] = {}
+    exec(imported, names)
+    ((name, made),) = eval(f"{{{row}}}", names).items()
     monkeypatch.setitem(POLICIES, name, made)
     return str(name)
 
