@@ -61,7 +61,8 @@ def make(table: Path, spec: dict[str, Any] = SPEC) -> None:
             if policy in spec["grouped"]:
                 given["groups"] = str(groups)
             run = simulate(trace, Settings.of(given), hardware=hardware, prior=prior)
-            said = {"policy": policy, "machine": hardware, "copies": copies}
+            slots = run.provenance["slots"][0]
+            said = {"policy": policy, "machine": hardware, "copies": copies, "slots": slots}
             rows.append(run.summary | run.labels | made | once(trace) | said)
     pd.DataFrame(rows).to_parquet(table)
 
