@@ -182,13 +182,18 @@ def _parts(
             if swept.empty:
                 continue
             if name == "budget" and swept["slots"].nunique() < 2:
-                raise KairoxError("a figure against budget needs two budgets or more")
+                yield f"budget{whose}_{gating}", _one_budget
+                continue  # such as whole layers, beside gatings whose budgets were swept
             bus = middle_link(drawable(ours)) if link is None else link
             stem = f"{name}{whose}_{gating}_{bus}"
             if name == "budget":
                 yield stem, partial(plot_budget, ours, link=bus)
             else:
                 yield stem, partial(plot_time_split, ours, slots=slots, link=bus)
+
+
+def _one_budget() -> Figure:
+    raise KairoxError("a figure against budget needs two budgets or more")
 
 
 def _systems_parts(

@@ -394,3 +394,9 @@ def main_ok(arguments):
     with pytest.raises(SystemExit) as stopped:
         main(arguments)
     assert not stopped.value.code
+
+
+def test_a_fitted_workload_says_so() -> None:
+    fitted = find_workload("prosparse-7b")
+    assert fitted.co_activation > 0
+    assert "co_activation fitted to C(16) = " in fitted.source
