@@ -98,9 +98,10 @@ def _ratchet_notes(runs: dict[str, pd.DataFrame]) -> list[str]:
                for name, part in runs.items()}  # fmt: skip
     waits = float(guide.loc[fast, "wait_cpu_s"].sum() / guide.loc[fast, "wall_s"].sum())
     return [
-        f"In {int(idle.sum())} steps T_cpu is not the largest and T_io not above T_gpu: the guide's "
-        f"controller has no case for them, and moved after {int((moved.abs() > 0).sum())}.",
-        f"Busy times are of the trace's layers, times a token of the model's. While the CPU is faster: {took_ms['guide']:.1f} ms a token with the listing, "
+        f"In {int(idle.sum())} steps T_cpu is not the largest and T_io not above T_gpu: the "
+        f"guide's controller has no case for them, and moved after {int((moved.abs() > 0).sum())}.",
+        "Busy times are of the trace's layers, times a token of the model's. While the CPU is "
+        f"faster: {took_ms['guide']:.1f} ms a token with the listing, "
         f"{took_ms['fixed']:.1f} with threshold_scale held at 1; the GPU waits for the CPU "
         f"{waits:.0%} of the time all the same, and that is what the paper's decay goes by.",
     ]
