@@ -28,7 +28,9 @@ def _git_commit(root: Path) -> str:
         return "unknown"
     try:
         commit = _git(root, "rev-parse", "HEAD")
-        changed = _git(root, "status", "--porcelain", "--untracked-files=no")
+        # What is made is no change to what makes it.
+        code = (".", ":(exclude)experiments/results")
+        changed = _git(root, "status", "--porcelain", "--untracked-files=no", "--", *code)
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
     return f"{commit}+changes" if changed else commit
