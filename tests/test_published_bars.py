@@ -33,7 +33,8 @@ TOY = Run(
     hit_resident=0.5, hit_on_time=0.6, loads_per_layer_step=16.0, wasted_share=0.1,
     h2d_bytes=1e6, gpu_s=0.01, predict_s=0.001, wait_cpu_s=0.02, wait_io_s=0.004,
     wait_decide_s=0.0, cpu_busy_s=0.02, swap_busy_s=0.005, bound_tok_s=90.0, ceiling_tok_s=60.0,
-    slots=5000, n_neurons=14336, evaluated=3860.0, assumed="groups chunks:16",
+    slots=5000, n_neurons=14336, evaluated=3860.0, assumed="groups chunks:16", over_bound=2.1,
+    over_common_bound=3.0, over_oracle=0.4, oracle_tok_s=40.0,
 )  # fmt: skip
 BAR = {bar.key: bar for bar in published_bars()}
 BAMBOO = BAR["bamboo-7b on pc-low"]
@@ -265,3 +266,13 @@ def test_figures_are_drawn_from_tables_and_a_missing_one_is_named(tmp_path: Path
 
 def test_every_part_with_runs_has_its_figures() -> None:
     assert {stem for part in everything.PARTS for stem in part.figures} == set(figures.STEMS)
+
+
+def test_the_index_says_how_far_each_system_is_from_what_cannot_be_beaten(tmp_path: Path) -> None:
+    assert page.regrets(tmp_path) == []
+    runs = [TOY, dataclasses.replace(TOY, over_bound=4.1, over_oracle=nan)]
+    write_runs(runs, tmp_path / "bar_runs.csv")
+    said, table = page.regrets(tmp_path)
+    assert "lower" not in said
+    assert "fewest misses" in said
+    assert "| pc-low | kairox-paper | 300% | 310% | 40% |" in table

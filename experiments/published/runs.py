@@ -15,6 +15,7 @@ persistence 0.6: 16 layers instead of 4 move the tokens/s of systems that move n
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -125,6 +126,11 @@ class Run:
     n_neurons: int  # per layer
     evaluated: float  # neurons per layer-step
     assumed: str
+    # Regrets of the whole run, warm-up included; nan where there is no such thing.
+    over_bound: float = math.nan  # time above the bound of its own bytes
+    over_common_bound: float = math.nan  # above what no system that computes the active ones beats
+    over_oracle: float = math.nan  # above the bypass oracle in the same slots
+    oracle_tok_s: float = math.nan
 
     @property
     def hit_ceiling(self) -> float:
@@ -244,7 +250,7 @@ def _run(task: Task, system: str, trace: Trace, prior: Trace, slots: int, assume
     shape = find_shape(task.shape)
     n_layers, n_tokens = trace.header.n_layers, trace.n_steps
     settings = settings_of(task, system, slots, n_tokens)
-    result = simulate(trace, settings, hardware=task.profile, prior=prior)
+    result = simulate(trace, settings, hardware=task.profile, prior=prior, oracle=True)
     warm = 1 if system in (*STATIC, *WHOLE) else n_tokens // 2
     ratio = n_layers / shape.n_layers
     out = summarise(result.steps, n_layers, ratio, warmup=warm)
@@ -273,6 +279,8 @@ def _run(task: Task, system: str, trace: Trace, prior: Trace, slots: int, assume
         n_neurons=shape.n_neurons,
         evaluated=evaluated,
         assumed=assumed,
+        **{k: result.summary[k] for k in ("over_bound", "over_common_bound", "over_oracle")},
+        oracle_tok_s=ratio / result.summary["oracle_s"],
     )
 
 
