@@ -1,7 +1,8 @@
-"""Warnings before anything runs: what the shape of model, machine and settings alone forbids.
+"""Warnings: what the shape of model, machine and settings alone forbids. Needs no run.
 
 They are about a typical layer-step: `demand`, the neurons it evaluates by the published share.
-Where no share is published there is no advice.
+Where no share is published there is no advice. `simulate` gives them with its result, and the share
+that its trace has.
 """
 
 from __future__ import annotations

@@ -311,8 +311,7 @@ def _knobs_row(knobs: Knobs) -> Row:
     row: dict[str, Any] = {"threshold_scale": knobs.threshold_scale, "per_layer": per_layer}
     for name in ("max_swaps", "decay"):
         value = getattr(knobs, name)
-        if isinstance(value, tuple):
-            per_layer.append(name)
+        per_layer += [name] if isinstance(value, tuple) else []
         row[name] = list(value) if isinstance(value, tuple) else None if value is None else [value]
     return row
 

@@ -23,6 +23,7 @@ from kairox_sim.controllers import CONTROLLERS, Controller
 from kairox_sim.cost_model import Copies
 from kairox_sim.dispatch import Dispatch
 from kairox_sim.errors import KairoxError
+from kairox_sim.groups import METHODS
 from kairox_sim.model import Gating, Predictor
 from kairox_sim.placement import Placement
 from kairox_sim.policies import POLICIES, Known, Policy, build_policy
@@ -34,7 +35,6 @@ from kairox_sim.units import is_size
 Slots = int | tuple[int, ...] | str | None
 Whole = Annotated[int, Field(strict=True, le=2**63 - 1)]  # no bool, and what a table can hold
 _RULE = re.compile(r"(density|ngl)(:\d+)?|vram|all")
-METHODS = ("metis", "random", "frequency", "chunks")
 _GROUPS = re.compile(r"([a-z]+):(\d+)")
 # Of the run rather than of the system: kept when another system is chosen.
 _OF_THE_RUN = ("prior", "prior_sha256", "model_as", "seed", "context_start", "prefill_chunk")

@@ -256,14 +256,8 @@ class Trace:
                 )
             keep &= np.isin(own_step, list(steps))
         rows = np.repeat(keep, np.diff(self._first))
-        return Trace(
-            header,
-            {name: array[rows] for name, array in self._columns.items()},
-            path=self.path,
-            truncated_at=self.truncated_at,
-            warnings=self.warnings,
-            context_len=self._context_len[keep],
-        )
+        kept_rows = {name: array[rows] for name, array in self._columns.items()}
+        return self._with(header, kept_rows, self._context_len[keep])
 
     def evaluating(self, bits: NDArray[np.uint8], trigger: str) -> "Trace":
         """As a lossy run at `trigger` that was told, and evaluated, uint8[n_rows, n_bytes] `bits`.
@@ -275,14 +269,16 @@ class Trace:
         )
         known = np.ones(len(bits), bool)
         told = {"evaluated": bits, "predicted": bits, "predicted_known": known}
+        return self._with(header, {**self._columns, **told}, self._context_len)
+
+    def _with(
+        self, header: TraceHeader, columns: Columns, context_len: NDArray[np.int64]
+    ) -> "Trace":
+        """Other content of the same recording, with what is said of it."""
         return Trace(
-            header,
-            {**self._columns, **told},
-            path=self.path,
-            truncated_at=self.truncated_at,
-            warnings=self.warnings,
-            context_len=self._context_len,
-        )
+            header, columns, path=self.path, truncated_at=self.truncated_at,
+            warnings=self.warnings, context_len=context_len,
+        )  # fmt: skip
 
 
 def read_trace(path: str | Path, *, strict: bool = False) -> Trace:

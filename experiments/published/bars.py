@@ -10,8 +10,6 @@ stand in is reported and gates nothing.
 
 from __future__ import annotations
 
-import argparse
-import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -39,6 +37,7 @@ from experiments.published.runs import (
     Scale,
     Task,
     ceiling_tok_s,
+    command_line,
     read_runs,
     run_all,
     write_runs,
@@ -359,23 +358,10 @@ def make(folder: Path, scale: Scale, say: Callable[[str], object]) -> Path:
     return write(runs, folder)
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Simulate and write; --again reads the runs of before."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("-o", "--out", type=Path, default=Path("out/published"))
-    parser.add_argument("--again", action="store_true", help="from the runs on disk")
-    given = parser.parse_args(arguments)
-    if given.again:
-        page = write(read_runs(given.out / RUNS), given.out)
-    else:
-        page = make(given.out, Scale(), lambda said: sys.stderr.write(f"{said}\n"))
-    sys.stdout.write(f"wrote {page}\n")
+def again(folder: Path) -> Path:
+    """The table from the runs on disk."""
+    return write(read_runs(folder / RUNS), folder)
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except KairoxError as error:
-        sys.exit(f"{STEM}: {error}")
+    command_line(__doc__, STEM, again, make)

@@ -14,8 +14,10 @@ persistence 0.6: 16 layers instead of 4 move the tokens/s of systems that move n
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import math
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -338,3 +340,27 @@ def read_runs(path: Path) -> list[Run]:
     rows = pd.read_csv(path, keep_default_na=False, na_values=["nan", ""], dtype={"model": str})
     rows["assumed"] = rows["assumed"].fillna("")
     return [Run(**{str(k): v for k, v in row.items()}) for row in rows.to_dict("records")]
+
+
+def command_line(
+    doc: str | None,
+    stem: str,
+    again: Callable[[Path], Path],
+    make: Callable[[Path, Scale, Callable[[str], object]], Path],
+    arguments: list[str] | None = None,
+) -> None:
+    """Of a script that keeps its runs: simulate and write, or `again` from the runs on disk."""
+    parser = argparse.ArgumentParser(
+        prog=stem, description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("-o", "--out", type=Path, default=Path("out/published"))
+    parser.add_argument("--again", action="store_true", help="from the runs on disk")
+    given = parser.parse_args(arguments)
+    try:
+        if given.again:
+            page = again(given.out)
+        else:
+            page = make(given.out, Scale(), lambda said: sys.stderr.write(f"{said}\n"))
+    except KairoxError as error:
+        sys.exit(f"{stem}: {error}")
+    sys.stdout.write(f"wrote {page}\n")
