@@ -43,8 +43,10 @@ class Device(Protocol):
         """A copy of a host tensor in device memory."""
         ...
 
-    def new_slots(self, n_slots: int, n_rows: int, d_model: int) -> torch.Tensor:
-        """Device memory for bundles: NaN until something is copied in."""
+    def new_slots(
+        self, n_slots: int, n_rows: int, width: int, dtype: torch.dtype = torch.float32
+    ) -> torch.Tensor:
+        """Device memory for bundles: bytes of 0xFF, NaN in every format, until copied into."""
         ...
 
     def fill(
@@ -77,10 +79,13 @@ class Device(Protocol):
         self,
         layer: int,
         inputs: Sequence[torch.Tensor],
-        work: Callable[..., torch.Tensor],
+        works: Sequence[Callable[..., torch.Tensor]],
         size: Size,
     ) -> HandOver:
-        """Copy inputs to the host and start `work(*inputs)` there: partial sums."""
+        """Copy inputs to the host and start every `work(*inputs)` there: partial sums.
+
+        Of disjoint neurons, one for each thread of the host's pool; `join` adds them in order.
+        """
         ...
 
     def join(self, handed: HandOver) -> torch.Tensor:

@@ -12,6 +12,7 @@ exception: it holds up the gpu lane for as long as it really takes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
@@ -87,8 +88,12 @@ class EmulatedDevice:
     def put(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.clone(memory_format=torch.contiguous_format)
 
-    def new_slots(self, n_slots: int, n_rows: int, d_model: int) -> torch.Tensor:
-        return torch.full((n_slots, n_rows, d_model), torch.nan)
+    def new_slots(
+        self, n_slots: int, n_rows: int, width: int, dtype: torch.dtype = torch.float32
+    ) -> torch.Tensor:
+        slots = torch.empty((n_slots, n_rows, width), dtype=dtype)
+        _bytes(slots).fill(0xFF)
+        return slots
 
     def fill(
         self,
@@ -149,7 +154,7 @@ class EmulatedDevice:
         self,
         layer: int,
         inputs: Sequence[torch.Tensor],
-        work: Callable[..., torch.Tensor],
+        works: Sequence[Callable[..., torch.Tensor]],
         size: Size,
     ) -> HandOver:
         t0_ns = max(self._lane_now(), self._d2h_free_ns)
@@ -162,6 +167,7 @@ class EmulatedDevice:
             given_ns = t1_ns + in_ns(self.costs.handover_s)
         self._d2h_free_ns = t1_ns
         self._log(Op("d2h", "x", layer, t0_ns, t1_ns, _sized(size, n_bytes)))
+        (work,) = works  # one thread
         job = Job(lambda: work(*on_host))
         self._host.submit(job)
         return HandOver(layer, size, given_ns, job)
@@ -306,7 +312,13 @@ def _copy_rows(
     rows: torch.Tensor, ids: NDArray[np.int32], slots: torch.Tensor, places: NDArray[np.int32]
 ) -> None:
     """slots[places] = rows[ids]; NumPy takes half the time of torch's two ops (measured)."""
-    slots.numpy()[places] = rows.numpy()[ids]
+    _bytes(slots)[places] = _bytes(rows)[ids]
+
+
+def _bytes(rows: torch.Tensor) -> NDArray[np.uint8]:
+    """[n, n_bytes of a bundle], the same memory: NumPy has no bfloat16."""
+    n_bytes = math.prod(rows.shape[1:]) * rows.element_size()
+    return rows.view(torch.uint8).numpy().reshape(len(rows), n_bytes)
 
 
 def _sized(size: Size, n_bytes: float) -> Size:

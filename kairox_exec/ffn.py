@@ -24,6 +24,7 @@ from torch import nn
 
 from kairox_exec.device import Device
 from kairox_exec.families import Family, decoder_layers, replace_ffn
+from kairox_exec.ffn_spec import FfnSpec
 from kairox_exec.oplog import Size
 from kairox_exec.slots import SlotStore
 from kairox_exec.weights import NeuronBundles
@@ -46,9 +47,9 @@ class Kernels(Protocol):
     def gate_all(
         self,
         x: torch.Tensor,
-        gate_w: torch.Tensor,
+        gate_rows: torch.Tensor,
         gate_b: torch.Tensor | None,
-        threshold: float,
+        spec: FfnSpec,
     ) -> torch.Tensor: ...
 
     def ffn_union(
@@ -56,13 +57,15 @@ class Kernels(Protocol):
         x: torch.Tensor,
         rows: torch.Tensor,
         index: torch.Tensor,
+        spec: FfnSpec,
         *,
-        gated: bool,
         act: torch.Tensor | None = None,
         gate_b: torch.Tensor | None = None,
         up_b: torch.Tensor | None = None,
-        threshold: float = 0.0,
+        fired: torch.Tensor | None = None,
     ) -> torch.Tensor: ...
+
+    def total(self, y: torch.Tensor) -> torch.Tensor: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +229,8 @@ class LivePipeline:
     # -- the FFN --------------------------------------------------------------------------------
 
     def ffn(self, layer: int, x: torch.Tensor) -> torch.Tensor:
-        """x [n_tokens, d_model] -> FFN output, same shape."""
+        """x [n_tokens, d_model] -> FFN output, same shape and dtype."""
+        given_dtype, x = x.dtype, x.float()
         act, mask = self._gate(layer, x)
         evaluated, share = _seen(mask)
         self._take_landed(layer, evaluated, share)
@@ -240,27 +244,28 @@ class LivePipeline:
             work = self._host_work(layer, split.residual)
             inputs = [x, act[:, torch.from_numpy(split.residual)]]
             size = Size(neurons=split.residual.size, n_tokens=x.shape[0])
-            handed = self.device.hand_over(layer, inputs, work, size)
+            handed = self.device.hand_over(layer, inputs, [work], size)
         if self.plans and self.trigger == "after":
             self._plan(layer, evaluated, share)
         y = self._device_rows(layer, x, act, split.on_time, places)
         if handed is not None:
             y += self.device.join(handed)
+        y = self._device_kernels.total(y)
         down_b = self.on_device[layer].down_b
         if down_b is not None:
-            y += down_b
+            y = y + down_b
         self._end_layer(layer, mask, split)
-        return y
+        return y.to(given_dtype)
 
     def _gate(self, layer: int, x: torch.Tensor) -> tuple[torch.Tensor, Mask]:
         """Activations [n_tokens, n_neurons], 0 where not active, and which are active."""
         bundle, here = self.bundles[layer], self.on_device[layer]
         if here.gate_w is None:  # oracle: known without a cost, so no op
-            act = self._host_kernels.gate_all(x, bundle.gate_w, bundle.gate_b, bundle.threshold)
-            return act, (act > 0).numpy(force=True)
+            act = self._host_kernels.gate_all(x, bundle.gate_w, bundle.gate_b, bundle.spec)
+            return act, (act != 0).numpy(force=True)
         t0_ns = self.device.begin()
-        act = self._device_kernels.gate_all(x, here.gate_w, here.gate_b, bundle.threshold)
-        mask: Mask = (act > 0).numpy(force=True)  # an active neuron's gate exceeds a threshold >= 0
+        act = self._device_kernels.gate_all(x, here.gate_w, here.gate_b, bundle.spec)
+        mask: Mask = (act != 0).numpy(force=True)
         self.device.end(t0_ns, "gate", layer, self._size)
         return act, mask
 
@@ -283,10 +288,7 @@ class LivePipeline:
         up_b = None if bundle.up_b is None else bundle.up_b[index]
 
         def residual(x: torch.Tensor, act: torch.Tensor) -> torch.Tensor:
-            return kernels.ffn_union(
-                x, bundle.rows, index,
-                gated=bundle.gated, act=act, up_b=up_b, threshold=bundle.threshold,
-            )  # fmt: skip
+            return kernels.ffn_union(x, bundle.rows, index, bundle.spec, act=act, up_b=up_b)
 
         return residual
 
@@ -299,10 +301,9 @@ class LivePipeline:
             x,
             self.slots.slots[layer],
             places,
-            gated=bundle.gated,
+            bundle.spec,
             act=act[:, index],
             up_b=None if here.up_b is None else here.up_b[index],
-            threshold=bundle.threshold,
         )
         self.device.end(t0_ns, "ffn", layer, Size(neurons=ids.size, n_tokens=x.shape[0]))
         return y

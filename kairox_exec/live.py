@@ -282,15 +282,14 @@ def warm_up(runner: Runner, kernels: Kernels) -> None:
     index = torch.from_numpy(np.arange(min(4, bundle.n_neurons), dtype=np.int32))
     for n_tokens in (1, 2):
         x = torch.zeros((n_tokens, bundle.d_model))
-        act = kernels.gate_all(x, bundle.gate_w, bundle.gate_b, bundle.threshold)
+        act = kernels.gate_all(x, bundle.gate_w, bundle.gate_b, bundle.spec)
         kernels.ffn_union(
             x,
             bundle.rows,
             index,
-            gated=bundle.gated,
+            bundle.spec,
             act=act[:, index],
             up_b=None if bundle.up_b is None else bundle.up_b[index],
-            threshold=bundle.threshold,
         )
 
 
@@ -323,6 +322,7 @@ def _require_built(settings: Settings) -> None:
         f"{key} {getattr(settings, key)!r} (allowed: {allowed})"
         for key, allowed, runs in (
             ("gating", "exact, oracle", settings.gating in ("exact", "oracle")),
+            ("numerics", "fast", settings.numerics == "fast"),
             (
                 "predictor",
                 "lookahead, none",
@@ -351,7 +351,18 @@ def _require_built(settings: Settings) -> None:
         )
 
 
-ONLY_SIMULATED = ("copies", "copies_per_sync", "handovers", "lookahead_from", "context_start")
+ONLY_SIMULATED = (
+    "weights",
+    "dtype",
+    "vram",
+    "predictor_file",
+    "thresholds",
+    "copies",
+    "copies_per_sync",
+    "handovers",
+    "lookahead_from",
+    "context_start",
+)
 
 
 def _of_a_machine(slots: object) -> bool:

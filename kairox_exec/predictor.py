@@ -9,14 +9,15 @@ entering l. A guess decides what is fetched; under exact gating it never decides
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import nn
-from torch.nn import functional
 
-from kairox_exec.families import Family, decoder_layers, fires
+from kairox_exec.families import Family, decoder_layers
+from kairox_exec.ffn_spec import FfnSpec
+from kairox_exec.kernels import torch_ref
 from kairox_exec.weights import NeuronBundles
 
 
@@ -25,15 +26,15 @@ class LayerGate:
     """What decides in one layer: its FFN norm and gate (OPT: fc1), on the device that predicts."""
 
     norm: Callable[[torch.Tensor], torch.Tensor]
-    gate_w: torch.Tensor  # [n_neurons, d_model]
+    gate_w: torch.Tensor  # [n_neurons, spec.width]
     gate_b: torch.Tensor | None  # [n_neurons]
-    threshold: float
+    spec: FfnSpec
 
 
 def gates_of(model: nn.Module, family: Family, bundles: Sequence[NeuronBundles]) -> list[LayerGate]:
     """Every layer's deciding parts, with the gate as `bundles` holds it (no copy)."""
     return [
-        LayerGate(layer.get_submodule(family.ffn_norm), b.gate_w, b.gate_b, b.threshold)
+        LayerGate(layer.get_submodule(family.ffn_norm), b.gate_w, b.gate_b, b.spec)
         for layer, b in zip(decoder_layers(model, family), bundles, strict=True)
     ]
 
@@ -44,8 +45,9 @@ def predict(gate: LayerGate, hidden: torch.Tensor) -> torch.Tensor:
 
     hidden [..., d_model], a state of the layer before -> bool [n_tokens, n_neurons].
     """
-    x = gate.norm(hidden.reshape(-1, hidden.shape[-1]))
-    return fires(functional.linear(x, gate.gate_w, gate.gate_b), gate.threshold)
+    x = gate.norm(hidden.reshape(-1, hidden.shape[-1])).float()
+    fast = replace(gate.spec, numerics="fast")  # a guess: no bit of the output depends on it
+    return torch_ref.gate_all(x, gate.gate_w, gate.gate_b, fast) != 0
 
 
 @dataclass(frozen=True, slots=True)

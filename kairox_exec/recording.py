@@ -261,7 +261,7 @@ def _header(
     hardware: dict[str, Any],
 ) -> TraceHeader:
     shape, pipeline = model_shape(model_dir), runner.pipeline
-    threshold = pipeline.bundles[0].threshold
+    threshold = pipeline.bundles[0].spec.threshold
     fills = runner.cache.policy.fills
     return TraceHeader(
         model=shape.name,

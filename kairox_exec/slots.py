@@ -19,7 +19,7 @@ from kairox_sim.events import Swap
 
 
 class SlotStore:
-    """`slots[layer]` is [capacity, n_rows, d_model]; an unowned slot holds NaN or leftovers.
+    """`slots[layer]` is [capacity, n_rows, width]; an unowned slot holds NaN or leftovers.
 
     Pinned and warm neurons of the cache are copied in here, before the run.
     """
@@ -30,8 +30,8 @@ class SlotStore:
         self._device, self._bundles, self._cache = device, bundles, cache
         self.slots: list[torch.Tensor] = []
         for layer, bundle in enumerate(bundles):
-            _, n_rows, d_model = bundle.rows.shape
-            slots = device.new_slots(cache.capacity[layer], n_rows, d_model)
+            _, n_rows, width = bundle.rows.shape
+            slots = device.new_slots(cache.capacity[layer], n_rows, width, bundle.rows.dtype)
             here = np.flatnonzero(cache.slot_of[layer] >= 0).astype(np.int32)
             if here.size:
                 device.fill(bundle.rows, here, slots, cache.slot_of[layer, here])

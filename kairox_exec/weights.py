@@ -1,5 +1,7 @@
 """Neuron bundles in host memory: per layer, the rows that move together and the part that stays.
 
+Rows are stored in one of `formats`.
+
 Row-column bundling is "LLM in a flash" (arXiv:2312.11514, section 3.2): a neuron's up row and down
 column lie next to each other, so that one neuron is one contiguous copy.
 """
@@ -12,23 +14,24 @@ import torch
 from torch import nn
 
 from kairox_exec.families import Family, decoder_layers
+from kairox_exec.ffn_spec import Activation, FfnSpec, Numerics
+from kairox_exec.formats import Format, encode, storage_dtype
 from kairox_sim.errors import KairoxError
 
-GATINGS = ("oracle", "exact", "predicted")
+GATINGS = ("oracle", "exact", "screened", "predicted")
 
 
 @dataclass(frozen=True, slots=True)
 class NeuronBundles:
-    """One layer. float32, contiguous, host memory. A bias the model does not have is None."""
+    """One layer. Contiguous, host memory; biases float32, None where the model has none."""
 
     layer: int
     gating: str
-    gated: bool
-    threshold: float
+    spec: FfnSpec
     row_names: tuple[str, ...]  # of `rows`, in order
-    rows: torch.Tensor  # [n_neurons, n_rows, d_model]; what moves
-    # [n_neurons, d_model]: the gate (OPT: fc1) of all neurons. exact: a tensor of its own, to be
-    # kept on the device. oracle, predicted: a view of rows[:, 0], host only.
+    rows: torch.Tensor  # [n_neurons, n_rows, spec.width] of spec.fmt; what moves
+    # [n_neurons, spec.width]: the gate (OPT: fc1) of all neurons. exact: a tensor of its own, to
+    # be kept on the device. Other gatings: a view of rows[:, 0], host only.
     gate_w: torch.Tensor
     gate_b: torch.Tensor | None  # [n_neurons]; small, kept on both sides
     up_b: torch.Tensor | None  # [n_neurons]; kept on both sides
@@ -40,7 +43,7 @@ class NeuronBundles:
 
     @property
     def d_model(self) -> int:
-        return self.rows.shape[2]
+        return self.spec.d_model
 
     @property
     def bundle_bytes(self) -> int:
@@ -65,7 +68,15 @@ def row_names(family: Family, gating: str) -> tuple[str, ...]:
 
 
 def bundle_layer(
-    module: nn.Module, family: Family, *, layer: int, gating: str, threshold: float
+    module: nn.Module,
+    family: Family,
+    *,
+    layer: int,
+    gating: str,
+    threshold: float,
+    activation: Activation = "relu",
+    fmt: Format = "float32",
+    numerics: Numerics = "fast",
 ) -> NeuronBundles:
     """Copy one decoder layer's FFN weights into bundles. The module is not changed."""
     names = row_names(family, gating)
@@ -82,17 +93,17 @@ def bundle_layer(
     # Per neuron: gate and up are rows of their matrices, down is a column.
     parts = [gate.weight] + ([up.weight] if up is not None else []) + [down.weight.T]
     moving = parts[len(parts) - len(names) :]
-    rows = torch.empty((n_neurons, len(names), d_model), dtype=torch.float32)
+    spec = FfnSpec(d_model, family.gated, activation, threshold, fmt, numerics)
+    rows = torch.empty((n_neurons, len(names), spec.width), dtype=storage_dtype(fmt))
     for i, part in enumerate(moving):
-        rows[:, i].copy_(part.detach())
+        rows[:, i] = encode(part.detach(), fmt)
     return NeuronBundles(
         layer=layer,
         gating=gating,
-        gated=family.gated,
-        threshold=threshold,
+        spec=spec,
         row_names=names,
         rows=rows,
-        gate_w=_copy(gate.weight) if gating == "exact" else rows[:, 0],
+        gate_w=encode(gate.weight.detach(), fmt) if gating == "exact" else rows[:, 0],
         gate_b=None if gate.bias is None else _copy(gate.bias),
         up_b=None if up is None or up.bias is None else _copy(up.bias),
         down_b=None if down.bias is None else _copy(down.bias),
@@ -100,11 +111,27 @@ def bundle_layer(
 
 
 def bundle_model(
-    model: nn.Module, family: Family, *, gating: str, threshold: float
+    model: nn.Module,
+    family: Family,
+    *,
+    gating: str,
+    threshold: float,
+    activation: Activation = "relu",
+    fmt: Format = "float32",
+    numerics: Numerics = "fast",
 ) -> list[NeuronBundles]:
     """Bundles of every layer, first to last."""
     return [
-        bundle_layer(module, family, layer=i, gating=gating, threshold=threshold)
+        bundle_layer(
+            module,
+            family,
+            layer=i,
+            gating=gating,
+            threshold=threshold,
+            activation=activation,
+            fmt=fmt,
+            numerics=numerics,
+        )
         for i, module in enumerate(decoder_layers(model, family))
     ]
 

@@ -21,6 +21,8 @@ from kairox_sim.model_catalogue import ROWS
 
 Gating = Literal["oracle", "exact", "screened", "predicted", "dense"]  # dense: all
 Predictor = Literal["rank", "lookahead", "none"]
+Numerics = Literal["fast", "deterministic"]
+Weights = Literal["float32", "float16", "bfloat16", "int8", "q8_0", "q4_0"]
 GATINGS: tuple[str, ...] = get_args(Gating)
 PREDICTORS: tuple[str, ...] = get_args(Predictor)
 

@@ -24,7 +24,7 @@ from kairox_sim.cost_model import Copies
 from kairox_sim.dispatch import Dispatch
 from kairox_sim.errors import KairoxError
 from kairox_sim.groups import METHODS
-from kairox_sim.model import Gating, Predictor
+from kairox_sim.model import Gating, Numerics, Predictor, Weights
 from kairox_sim.placement import Placement
 from kairox_sim.policies import POLICIES, Known, Policy, build_policy
 from kairox_sim.policies.base import Late, Observes, Trigger
@@ -61,6 +61,12 @@ class Settings(BaseModel):
     lookahead_from: the first layer predicted a layer ahead; those below predict in their place.
     context_start: tokens in the KV cache before the trace's first one.
     prediction: "trace" (the recorded column), "perfect", or "recall,precision" such as "0.9,0.8".
+    numerics: deterministic: sums in fixed point, the same bits wherever a neuron is computed.
+    weights: how the FFN's rows are stored; None: as the model is (a live run: float32). dtype: of
+    everything else in a live run, the residual stream included.
+    vram: a size such as "12GiB" in place of the machine's; a budget that is not given is then what
+    fits. predictor_file: of `kairox train-predictor`, for predictor rank. thresholds: of `kairox
+    sparsify`, for a model whose activation is never zero: approximate.
     prefill_chunk: of a live run; a trace keeps the chunks it was recorded with.
     model_as: replay at the costs of another model, by name or by the path of a config.json.
     """
@@ -75,7 +81,12 @@ class Settings(BaseModel):
     slots: Slots = None
     swap_neurons: Whole = Field(default=16, ge=1)
     gating: Gating = "exact"
-    numerics: Literal["fast"] = "fast"
+    numerics: Numerics = "fast"
+    weights: Weights | None = None
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    vram: str | None = None
+    predictor_file: str | None = None
+    thresholds: str | None = None
     trigger: Trigger | None = None
     observes: Observes | None = None
     late: Late | None = None
@@ -141,6 +152,13 @@ class Settings(BaseModel):
                 )
         return text
 
+    @field_validator("vram")
+    @classmethod
+    def _a_size(cls, given: str | None) -> str | None:
+        if given is not None and not is_size(given):
+            raise ValueError(f"got {given!r}; allowed: a size such as 12GiB")
+        return given
+
     @field_validator("batch")
     @classmethod
     def _one_sequence(cls, given: int) -> int:
@@ -150,7 +168,7 @@ class Settings(BaseModel):
             )
         return given
 
-    @field_validator("prior", "model_as", mode="before")
+    @field_validator("prior", "model_as", "predictor_file", "thresholds", mode="before")
     @classmethod
     def _text(cls, given: Any) -> Any:
         return os.fspath(given) if isinstance(given, os.PathLike) else given

@@ -14,7 +14,10 @@ import numpy as np
 import torch
 from numba import njit
 
-from kairox_exec.kernels.torch_ref import check_shapes
+from kairox_exec.ffn_spec import FfnSpec
+from kairox_exec.kernels.torch_ref import check_shapes, total
+
+__all__ = ["ffn_union", "gate_all", "total"]
 
 # Reordering sums and fusing multiply-add is what lets LLVM vectorise a float32 dot product. NaN and
 # infinity keep their meaning. A row's result does not depend on which other rows are in the call.
@@ -23,37 +26,46 @@ _NONE = np.empty(0, dtype=np.float32)
 
 
 def gate_all(
-    x: torch.Tensor, gate_w: torch.Tensor, gate_b: torch.Tensor | None, threshold: float
+    x: torch.Tensor, gate_rows: torch.Tensor, gate_b: torch.Tensor | None, spec: FfnSpec
 ) -> torch.Tensor:
-    out = torch.empty((x.shape[0], gate_w.shape[0]), dtype=torch.float32)
-    _gate_all(x.numpy(), gate_w.numpy(), _array(gate_b), np.float32(threshold), out.numpy())
+    _require_built(spec)
+    out = torch.empty((x.shape[0], gate_rows.shape[0]), dtype=torch.float32)
+    threshold = np.float32(spec.threshold)
+    _gate_all(x.numpy(), gate_rows.numpy(), _array(gate_b), threshold, out.numpy())
     return out
+
+
+def _require_built(spec: FfnSpec) -> None:
+    if (spec.activation, spec.fmt, spec.numerics) != ("relu", "float32", "fast"):
+        raise NotImplementedError(f"numba kernels of {spec}")
 
 
 def ffn_union(
     x: torch.Tensor,
     rows: torch.Tensor,
     index: torch.Tensor,
+    spec: FfnSpec,
     *,
-    gated: bool,
     act: torch.Tensor | None = None,
     gate_b: torch.Tensor | None = None,
     up_b: torch.Tensor | None = None,
-    threshold: float = 0.0,
+    fired: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    check_shapes(x, rows, index, gated, act)
+    _require_built(spec)
+    assert fired is None
+    check_shapes(x, rows, index, spec, act)
     y = torch.zeros(x.shape, dtype=torch.float32)
     if index.shape[0]:
         _ffn(
             x.numpy(),
             rows.numpy(),
             index.numpy(),
-            gated,
+            spec.gated,
             act is not None,
             np.empty((0, 0), dtype=np.float32) if act is None else act.contiguous().numpy(),
             _array(gate_b),
             _array(up_b),
-            np.float32(threshold),
+            np.float32(spec.threshold),
             y.numpy(),
         )
     return y

@@ -1,11 +1,15 @@
 """FFN kernels in plain torch: the readable reference, on any device torch runs on.
 
-All float32. `rows` is [n_places, n_rows, d_model]: neuron bundles in host memory (a place is a
-neuron id) or slots on the device (a place is a slot). Its last row is down (fc2), the one before it
-up where gated, and the first one gate (fc1) where the bundle holds all rows. `index` int32 or int64
-[n] names places, in any order, each at most once; values "per entry" follow its order. Biases of
-the down projection are not added here: partial sums of disjoint entries add up to the FFN's output
-without it.
+x is float32 [n_tokens, d_model]. `rows` is [n_places, n_rows, width] of spec.fmt: neuron bundles in
+host memory (a place is a neuron id) or slots on the device (a place is a slot). Its last row is
+down (fc2), the one before it up where gated, and the first one gate (fc1) where the bundle holds
+all rows. `index` int32 or int64 [n] names places, in any order, each at most once; values "per
+entry" follow its order. Biases of the down projection are not added here: partial sums of disjoint
+entries add up to the FFN's output without it.
+
+Partial sums are float32 (`fast`), or int64 fixed point (`deterministic`): then each product of two
+float32 is scaled by 2^40, cut towards zero and added as a whole number, so that no order, split or
+place of the additions changes a bit. `total` gives float32 of either.
 """
 
 from __future__ import annotations
@@ -13,75 +17,138 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-# Bundles gathered at a time: the copy stays in the CPU's caches.
+from kairox_exec.ffn_spec import FIXED_BITS, FfnSpec
+from kairox_exec.formats import decode
+
+# Bundles decoded at a time: the copy stays in the CPU's caches.
 CHUNK = 64
+_SCALE = float(2**FIXED_BITS)
 
 
 def gate_all(
-    x: torch.Tensor, gate_w: torch.Tensor, gate_b: torch.Tensor | None, threshold: float
+    x: torch.Tensor, gate_rows: torch.Tensor, gate_b: torch.Tensor | None, spec: FfnSpec
 ) -> torch.Tensor:
-    """Activation of every neuron, exactly 0 where it does not fire.
+    """Activated gate of every neuron, exactly 0 where its gate does not fire.
 
-    x [n_tokens, d_model], gate_w [n_neurons, d_model], gate_b [n_neurons] -> [n_tokens, n_neurons].
+    gate_rows [n_neurons, width], gate_b [n_neurons] -> float32 [n_tokens, n_neurons]. Of `drelu`
+    only the gate's half is decided here; `silu` gives silu(gate), which may be negative.
     """
-    gate = functional.linear(x, gate_w, gate_b)
-    return torch.where(gate > threshold, gate, torch.zeros_like(gate))
+    return activate(gate_values(x, gate_rows, gate_b, spec), spec)
+
+
+def gate_values(
+    x: torch.Tensor, gate_rows: torch.Tensor, gate_b: torch.Tensor | None, spec: FfnSpec
+) -> torch.Tensor:
+    """What `gate_all` activates: row . x + b, float32 [n_tokens, n_neurons]."""
+    gate = x.new_empty((x.shape[0], gate_rows.shape[0]))
+    whole = spec.numerics == "fast" and spec.fmt == "float32"
+    chunk = gate_rows.shape[0] if whole else 16 * CHUNK
+    for start in range(0, gate_rows.shape[0], max(chunk, 1)):
+        here = slice(start, start + chunk)
+        gate[:, here] = _dots(x, decode(gate_rows[here], spec.fmt), spec)
+    return gate if gate_b is None else gate + gate_b
+
+
+def activate(gate: torch.Tensor, spec: FfnSpec) -> torch.Tensor:
+    """Gate values -> the gate's factor of the activation, exactly 0 where it does not fire."""
+    if spec.activation == "silu":
+        value = functional.silu(gate)
+        return torch.where(value.abs() > spec.threshold, value, torch.zeros_like(value))
+    value = gate * gate if spec.activation == "relu2" else gate
+    return torch.where(gate > spec.threshold, value, torch.zeros_like(value))
 
 
 def ffn_union(
     x: torch.Tensor,
     rows: torch.Tensor,
     index: torch.Tensor,
+    spec: FfnSpec,
     *,
-    gated: bool,
     act: torch.Tensor | None = None,
     gate_b: torch.Tensor | None = None,
     up_b: torch.Tensor | None = None,
-    threshold: float = 0.0,
+    fired: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Partial FFN output of the neurons in `index`, for one token or a chunk and its union.
 
-    x [n_tokens, d_model]; act [n_tokens, n]; gate_b, up_b [n] -> y [n_tokens, d_model]. With `act`
-    the gate row, if there is one, is not read; without, the gate is computed here and entries that
-    do not fire add 0. One GEMM per row kind for a chunk.
+    act float32 [n_tokens, n], of `gate_all`; gate_b, up_b [n] -> y [n_tokens, d_model], float32 or
+    int64. With `act` the gate row, if there is one, is not read; without, the gate is computed here
+    and entries that do not fire add 0. fired: bool [n_tokens, n], written where given.
     """
-    check_shapes(x, rows, index, gated, act)
-    n_tokens, d_model = x.shape
-    n = index.shape[0]
-    y = x.new_zeros((n_tokens, d_model))
-    chunk = CHUNK if n_tokens == 1 else n
-    gathered = rows.new_empty((min(chunk, n), *rows.shape[1:]))
-    for start in range(0, n, max(chunk, 1)):
+    check_shapes(x, rows, index, spec, act)
+    n_tokens, n = x.shape[0], index.shape[0]
+    kept = torch.int64 if spec.numerics == "deterministic" else torch.float32
+    y = torch.zeros(x.shape, dtype=kept, device=x.device)
+    chunk = CHUNK if n_tokens == 1 or spec.numerics == "deterministic" else max(n, 1)
+    for start in range(0, n, chunk):
         here = slice(start, min(start + chunk, n))
-        bundle = gathered[: here.stop - start]
-        torch.index_select(rows, 0, index[here], out=bundle)
+        bundle = decode(rows.index_select(0, index[here]), spec.fmt)
         if act is None:
-            a = gate_all(x, bundle[:, 0], None if gate_b is None else gate_b[here], threshold)
+            gate = _dots(x, bundle[:, 0], spec)
+            a = activate(gate if gate_b is None else gate + gate_b[here], spec)
         else:
             a = act[:, here]
-        if gated:
-            a = a * functional.linear(x, bundle[:, -2], None if up_b is None else up_b[here])
-        y.addmm_(a, bundle[:, -1])
+        fires = a != 0
+        if spec.gated:
+            up = _dots(x, bundle[:, -2], spec)
+            up = up if up_b is None else up + up_b[here]
+            if spec.activation == "drelu":
+                fires &= up > 0
+                up = functional.relu(up)
+            a = a * up
+        if fired is not None:
+            fired[:, here] = fires
+        _add_down(y, a, bundle[:, -1], spec)
     return y
+
+
+def total(y: torch.Tensor) -> torch.Tensor:
+    """Partial sums, added up -> float32."""
+    return (y.double() / _SCALE).float() if y.dtype == torch.int64 else y
 
 
 def check_shapes(
     x: torch.Tensor,
     rows: torch.Tensor,
     index: torch.Tensor,
-    gated: bool,
+    spec: FfnSpec,
     act: torch.Tensor | None,
 ) -> None:
-    """Raise on arguments that do not belong together; x is [n_tokens, d_model]."""
-    all_rows = 3 if gated else 2
-    allowed = (all_rows,) if act is None else (all_rows - 1, all_rows)
-    if rows.ndim != 3 or rows.shape[1] not in allowed or rows.shape[2] != x.shape[-1]:
+    """Raise on arguments that do not belong together."""
+    every = spec.rows_per_neuron
+    allowed = (every,) if act is None else (every - 1, every)
+    if rows.ndim != 3 or rows.shape[1] not in allowed or rows.shape[2] != spec.width:
         raise ValueError(
             f"rows is {tuple(rows.shape)}; expected [places, {' or '.join(map(str, allowed))}, "
-            f"{x.shape[-1]}] ({'with' if act is not None else 'without'} act, gated={gated})"
+            f"{spec.width}] ({'with' if act is not None else 'without'} act, {spec})"
+        )
+    if x.ndim != 2 or x.shape[1] != spec.d_model or x.dtype != torch.float32:
+        raise ValueError(
+            f"x is {x.dtype} {tuple(x.shape)}; expected float32 [tokens, {spec.d_model}]"
         )
     if act is not None and act.shape != (x.shape[0], index.shape[0]):
         raise ValueError(
             f"act is {tuple(act.shape)}; expected {(x.shape[0], index.shape[0])}, one value per "
             "token and entry of index"
         )
+
+
+def _dots(x: torch.Tensor, weights: torch.Tensor, spec: FfnSpec) -> torch.Tensor:
+    """x [n_tokens, d_model] by weights [n, d_model] -> float32 [n_tokens, n]."""
+    if spec.numerics == "fast":
+        return functional.linear(x, weights)
+    return torch.stack([total(_fixed(token * weights).sum(dim=1)) for token in x])
+
+
+def _add_down(y: torch.Tensor, a: torch.Tensor, down: torch.Tensor, spec: FfnSpec) -> None:
+    """y [n_tokens, d_model] += a [n_tokens, n] @ down [n, d_model]."""
+    if spec.numerics == "fast":
+        y.addmm_(a, down)
+        return
+    for out, token in zip(y, a, strict=True):
+        out += _fixed(token[:, None] * down).sum(dim=0)
+
+
+def _fixed(products: torch.Tensor) -> torch.Tensor:
+    """float32 -> int64 in steps of 2^-40, cut towards zero. The power of two scales exactly."""
+    return (products * _SCALE).to(torch.int64)
