@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from kairox_exec.families import Family, decoder_layers, family_of, fires, load_dense
+from kairox_exec.ffn_spec import FfnSpec
 from kairox_exec.predictor import (
     LayerGate,
     LayerRecall,
@@ -99,7 +100,7 @@ def test_predict_by_hand() -> None:
         norm=lambda x: 2 * x,
         gate_w=torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.0, 0.0]]),
         gate_b=torch.tensor([-1.0, -1.0, -1.0]),
-        threshold=0.5,
+        spec=FfnSpec(2, False, "relu", 0.5, "float32"),
     )
     hidden = torch.tensor([[[1.0, 0.5], [0.75, 2.0]]])  # [1, 2 tokens, 2]
     assert predict(gate, hidden).tolist() == [[True, False, False], [False, True, False]]
