@@ -12,7 +12,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 import pandas as pd
@@ -22,6 +22,7 @@ from kairox_exec.gates import free_running, g1, g2
 from kairox_exec.live import model_shape
 from kairox_exec.live_run import ForcedText, LiveRun, Machine, run_forced
 from kairox_exec.machine import machine_facts
+from kairox_exec.queue_errors import queue_errors
 from kairox_exec.recording import record
 from kairox_exec.scoring import Scored, Verdict, judge, null_models
 from kairox_sim.calllog import read_call_log
@@ -58,11 +59,17 @@ class Validation:
     table: pd.DataFrame
     verdict: Verdict
     conditions: dict[str, Any]
+    scored: tuple[Scored, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON; unknown is None."""
         rows = json.loads(self.table.to_json(orient="records", double_precision=15))
-        return {"verdict": asdict(self.verdict), "rows": rows, "conditions": self.conditions}
+        return {
+            "verdict": asdict(self.verdict),
+            "rows": rows,
+            "queues": [asdict(row) for row in queue_errors(self.table)],
+            "conditions": self.conditions,
+        }
 
     def said(self) -> list[str]:
         """The verdict in words: what was claimed, and against what."""
@@ -158,9 +165,9 @@ def validate(
     rows, scored = [], []
     for setting, learnt, own, repeated in zip(settings, priors, recorded, runs, strict=True):
         row, score = _compare(
-            setting, own, repeated, calibration, model_dir, learnt, constant, (a, b)
+            setting, own, repeated, calibration, model_dir, learnt, constant, (a, b), machine.label
         )
-        row["time"] = machine.label
+        row["time"], row["machine"] = machine.label, machine.label
         row["swept_tok_s"] = (swept_tok_s or {}).get(label(setting), float("nan"))
         rows.append(row)
         scored.append(score)
@@ -172,14 +179,37 @@ def validate(
         "machine": machine_facts(),
         **code_version(),
     }
-    verdict = judge(scored)
-    if repeats < GATE_REPEATS or rows[0]["decode_tokens"] < GATE_TOKENS:
-        why = (
-            f"{repeats} repeats of {rows[0]['decode_tokens']} tokens; gate G3 asks for "
-            f"{GATE_REPEATS} of {GATE_TOKENS} or more"
-        )
-        verdict = replace(verdict, passed=None, reasons=(why,))
-    return Validation(pd.DataFrame(rows), verdict, conditions)
+    verdict = _claimed(judge(scored), repeats, rows[0]["decode_tokens"])
+    conditions |= {"repeats": repeats, "decode_tokens": rows[0]["decode_tokens"]}
+    return Validation(pd.DataFrame(rows), verdict, conditions, tuple(scored))
+
+
+def combined(parts: Sequence[Validation]) -> Validation:
+    """Several machines as one validation, judged together; see `judge` for what is compared."""
+    conditions = {part.conditions["time"]: part.conditions for part in parts}
+    if len(conditions) != len(parts):
+        raise ValueError(f"{len(parts)} validations on {len(conditions)} machines")
+    scored = tuple(row for part in parts for row in part.scored)
+    verdict = _claimed(
+        judge(scored),
+        min(part.conditions["repeats"] for part in parts),
+        min(part.conditions["decode_tokens"] for part in parts),
+    )
+    table = pd.concat([part.table for part in parts], ignore_index=True)
+    return Validation(
+        table, verdict, {"time": "; ".join(conditions), "machines": conditions}, scored
+    )
+
+
+def _claimed(verdict: Verdict, repeats: int, decode_tokens: int) -> Verdict:
+    """The verdict, or none where there are too few repeats or tokens."""
+    if repeats >= GATE_REPEATS and decode_tokens >= GATE_TOKENS:
+        return verdict
+    why = (
+        f"{repeats} repeats of {decode_tokens} tokens; gate G3 asks for "
+        f"{GATE_REPEATS} of {GATE_TOKENS} or more"
+    )
+    return replace(verdict, passed=None, reasons=(why,))
 
 
 def _keep(path: Path, repeat: int, settings: Settings, run: LiveRun) -> None:
@@ -256,6 +286,7 @@ def _compare(
     prior: Trace | None,
     constant: float,
     line: tuple[float, float],
+    machine: str,
 ) -> tuple[dict[str, Any], Scored]:
     shape = model_shape(model_dir)
     target = shape if settings.model_as is None else shape_of(settings.model_as)
@@ -295,6 +326,7 @@ def _compare(
         constant_s=constant,
         linear_s=line[0] + line[1] * ours["residual_per_token"],
         ahead_or_stall=ahead_or_stall,
+        machine=machine,
     )
     row: dict[str, Any] = {
         "setting": label(settings),
@@ -318,7 +350,11 @@ def _compare(
     for name in (
         "hit_resident", "hit_on_time", "late_share", "loads_per_layer_step", "wasted_share",
         "h2d_bytes_per_token", "residual_per_token", "gpu_s", "wait_cpu_s", "wait_io_s",
-        "wait_decide_s", "unexplained_s", "cpu_busy_s", "swap_busy_s",
+        "wait_decide_s", "unexplained_s", "cpu_busy_s", "swap_busy_s", "predict_s", "decide_s",
     ):  # fmt: skip
         row[f"live_{name}"], row[f"simulated_{name}"] = live[name], ours[name]
+    row["live_act_busy_s"], row["simulated_act_busy_s"] = (
+        fmean(r.act_busy_s for r in records if r.phase == "decode")
+        for records in (timed.records, simulated)
+    )
     return row, score

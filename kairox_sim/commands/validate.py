@@ -171,9 +171,33 @@ def print_validation(result: Validation, out: Path) -> None:
         "tok/s, of live runs with their spread; error is of the simulated time per token; hits on "
         "time and MB moved per token: live, simulated."
     )
+    _print_queues(result)
     for line in result.said():
         console.print(line, soft_wrap=True, highlight=False)
     console.print(f"report: {out}", soft_wrap=True)
+
+
+def _print_queues(result: Validation) -> None:
+    from rich.table import Table
+
+    from kairox_exec.queue_errors import queue_errors
+
+    table = Table(title="where the error comes from", caption="shares of the live time per token")
+    for name in ("queue", "live", "median error", "worst error", "of setting", "of itself"):
+        table.add_column(name, justify="left" if name in ("queue", "of setting") else "right")
+    for row in queue_errors(result.table):
+        shares = (row.live_share, row.median_error, row.worst_error)
+        table.add_row(
+            row.means,
+            *(_share(value) for value in shares),
+            row.worst_setting,
+            _share(row.own_error),
+        )
+    wide_console().print(table)
+
+
+def _share(value: float) -> str:
+    return "-" if value != value else f"{value:.1%}"
 
 
 def _number(value: float) -> str:
