@@ -1,4 +1,4 @@
-"""How far simulation was from the live runs, queue by queue: where an error of a total comes from."""
+"""How far simulation was from live runs, queue by queue: where the error of a total comes from."""
 
 from __future__ import annotations
 
