@@ -14,95 +14,43 @@ fetched, so a wrong one costs time and never a neuron.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from math import isnan, nan
+from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import nn
 
-from kairox_exec.device import Device
+from kairox_exec.device import Device, HandOver
 from kairox_exec.families import Family, decoder_layers, replace_ffn
-from kairox_exec.ffn_spec import FfnSpec
+from kairox_exec.gating import LOSSLESS, decide_with, keep_on_device
+from kairox_exec.kernels import Kernels
+from kairox_exec.layer_step import (
+    Decision,
+    Done,
+    Fired,
+    LayerStep,
+    Mask,
+    StepInfo,
+    fired_mask,
+    for_every_token,
+    seen,
+    true_mask,
+)
 from kairox_exec.oplog import Size
 from kairox_exec.slots import SlotStore
 from kairox_exec.weights import NeuronBundles
 from kairox_sim.cache import NeuronCache
 from kairox_sim.errors import KairoxError
-from kairox_sim.events import Split
 from kairox_sim.policies.base import Ids, Late, Share, Trigger
 
 LOOK_AHEAD = ("attn_in", "attn_out")
 PREDICTING = ("attn_in", "attn_out", "serial")
+# Residual neurons a host thread is worth waking for: about 0.1 ms of work at 4096 weights a row.
+LEAST_PART = 64
 
-Mask = NDArray[np.bool_]  # [n_tokens, n_neurons]
 Predict = Callable[[int, torch.Tensor], torch.Tensor]
 """(layer to predict, hidden state [..., d_model]) -> bool [n_tokens, n_neurons]"""
-
-
-class Kernels(Protocol):
-    """What a module of `kairox_exec.kernels` offers; see torch_ref."""
-
-    def gate_all(
-        self,
-        x: torch.Tensor,
-        gate_rows: torch.Tensor,
-        gate_b: torch.Tensor | None,
-        spec: FfnSpec,
-    ) -> torch.Tensor: ...
-
-    def ffn_union(
-        self,
-        x: torch.Tensor,
-        rows: torch.Tensor,
-        index: torch.Tensor,
-        spec: FfnSpec,
-        *,
-        act: torch.Tensor | None = None,
-        gate_b: torch.Tensor | None = None,
-        up_b: torch.Tensor | None = None,
-        fired: torch.Tensor | None = None,
-    ) -> torch.Tensor: ...
-
-    def total(self, y: torch.Tensor) -> torch.Tensor: ...
-
-
-@dataclass(frozen=True, slots=True)
-class StepInfo:
-    """One forward pass: a decode token, or one prefill chunk."""
-
-    seq: int
-    step: int
-    phase: str  # "prefill" | "decode"
-    tokens: NDArray[np.int32]  # [n_tokens]
-    context_len: int  # tokens in the KV cache after this step
-
-    @property
-    def n_tokens(self) -> int:
-        return int(self.tokens.size)
-
-
-@dataclass(frozen=True, slots=True)
-class LayerStep:
-    """What happened in one layer of one step, for a recorder."""
-
-    step: StepInfo
-    layer: int
-    active: Mask
-    evaluated: Mask
-    predicted: Mask | None  # None where no predictor ran, as for layer 0
-    split: Split
-
-
-@dataclass(frozen=True, slots=True)
-class OnDevice:
-    """The part of a layer's FFN that stays on the device whatever is resident."""
-
-    gate_w: torch.Tensor | None  # exact gating: all neurons' gate (OPT: fc1)
-    gate_b: torch.Tensor | None
-    up_b: torch.Tensor | None
-    down_b: torch.Tensor | None
 
 
 class HybridFFN(nn.Module):
@@ -120,8 +68,10 @@ class LivePipeline:
     """The order of a layer-step around one cache and one device. Not a model: see `install`.
 
     trigger, late: the policy's own by default. predict: needed to plan at a look-ahead or serial
-    trigger. always_predict: predict even if the policy never plans, for a recorder. on_layer is
-    called for every layer when a step has ended, outside its time.
+    trigger, and by predicted gating, which asks it at `look` where the trigger does not say when.
+    always_predict: predict even if the policy never plans, for a recorder. on_layer is called for
+    every layer when a step has ended, outside its time. audit: then also compute what fires in the
+    dense layer, on the host.
     """
 
     def __init__(
@@ -135,37 +85,44 @@ class LivePipeline:
         trigger: Trigger | None = None,
         late: Late | None = None,
         predict: Predict | None = None,
+        look: str = "attn_out",
         always_predict: bool = False,
+        audit: bool = False,
         on_layer: Callable[[LayerStep], None] | None = None,
     ) -> None:
         self.cache, self.device, self.bundles = cache, device, bundles
         self.trigger: Trigger = trigger or cache.policy.default_trigger
         self.late: Late = late or cache.policy.default_late
         self.plans = cache.policy.admits != "never"
+        self.gating = bundles[0].gating
+        self.lossy = self.gating not in LOSSLESS
         self._host_kernels, self._device_kernels = host_kernels, device_kernels
-        self._predict = predict if self.plans or always_predict else None
+        self._predict = predict if self.plans or always_predict or self.lossy else None
+        # When the predictor is asked: as the trigger says, or where it says nothing, a layer ahead.
+        self._look = self.trigger if self.trigger in PREDICTING or not self.lossy else look
         self.on_layer = on_layer
         self._check(predict, always_predict)
         self.slots = SlotStore(device, bundles, cache)
-        self.on_device = [
-            OnDevice(
-                device.put(b.gate_w) if b.gating == "exact" else None,
-                *(None if t is None else device.put(t) for t in (b.gate_b, b.up_b, b.down_b)),
-            )
-            for b in bundles
-        ]
+        self.on_device = [keep_on_device(device, bundle) for bundle in bundles]
+        self._decide = decide_with(
+            self.gating, device, bundles, self.on_device,
+            host_kernels=host_kernels, device_kernels=device_kernels,
+        )  # fmt: skip
+        self._audit = audit
+        self._host_threads: int = getattr(device, "host_threads", 1)
         self._step: StepInfo | None = None
         self._size = Size()
         self._attention_ns = 0  # when the attention op of the coming layer began
-        self._done: list[LayerStep] = []  # of this step, kept for on_layer
+        self._done: list[Done] = []  # of this step
         self._predicted: dict[int, Mask] = {}  # by layer, until its FFN
         self.unfinished = np.zeros(cache.n_layers, bool)  # copies of the layer late for its FFN
-        self._last_of_layer0: Ids | None = None  # what the step's last token evaluated in layer 0
+        self._layer0: Done | None = None  # of the latest step
+        self.n_active = nan  # of the step that ended, where the kernels decided it
 
     @property
     def predicts(self) -> bool:
         """Whether a predictor runs."""
-        return self._predict is not None and self.trigger in PREDICTING
+        return self._predict is not None and self._look in PREDICTING
 
     def install(self, model: nn.Module, family: Family) -> None:
         """Replace the model's FFNs, which frees their weights, and hook what the triggers need."""
@@ -173,7 +130,7 @@ class LivePipeline:
             replace_ffn(layer, family, HybridFFN(self, i))
             norm: Any = layer.get_submodule(family.ffn_norm)
             norm.register_forward_pre_hook(self._after_attention_hook(i))
-            if self.trigger == "attn_in":
+            if self._look == "attn_in":
                 layer.register_forward_pre_hook(self._before_layer_hook(i), with_kwargs=True)
 
     def start_step(self, step: StepInfo) -> int:
@@ -189,9 +146,9 @@ class LivePipeline:
         self.device.end(self._attention_ns, "head", -1, Size(n_tokens=1))
         ended_ns = self.device.end_step()
         done, self._done = self._done, []
-        if self.on_layer is not None:
-            for layer_step in done:
-                self.on_layer(layer_step)
+        self.n_active = nan
+        for layer_step in done:
+            self._tell(layer_step)
         return ended_ns
 
     # -- between the layers ---------------------------------------------------------------------
@@ -204,21 +161,29 @@ class LivePipeline:
     def after_attention(self, layer: int, hidden: torch.Tensor) -> None:
         """The residual after the attention of `layer` is at hand: the input of its FFN norm."""
         self.device.end(self._attention_ns, "attention", layer, self._size)
-        if self.trigger == "attn_out":
-            self._predict_and_plan(layer + 1, hidden)
-        elif self.trigger == "serial":
+        if self._look == "serial":
             self._predict_and_plan(layer, hidden)
+        elif self.lossy and layer not in self._predicted:
+            self._ask(layer, hidden)  # the first one: no layer before it predicts it
+        if self._look == "attn_out":
+            self._predict_and_plan(layer + 1, hidden)
 
     def _predict_and_plan(self, layer: int, hidden: torch.Tensor) -> None:
         if layer == self.cache.n_layers or self._predict is None:
             return
+        mask = self._ask(layer, hidden)
+        if self.plans and self.trigger in PREDICTING:
+            self._plan(layer, *seen(mask))
+
+    def _ask(self, layer: int, hidden: torch.Tensor) -> Mask:
+        assert self._predict is not None
         t0_ns = self.device.begin()
         mask: Mask = self._predict(layer, hidden).numpy(force=True)
-        ids, share = _seen(mask)
+        if self.lossy:
+            mask = for_every_token(mask)
         self._predicted[layer] = mask
         self.device.end(t0_ns, "predict", layer, self._size)
-        if self.plans:
-            self._plan(layer, ids, share)
+        return mask
 
     def _plan(self, layer: int, ids: Ids, share: Share | None) -> None:
         self.device.think()
@@ -231,43 +196,30 @@ class LivePipeline:
     def ffn(self, layer: int, x: torch.Tensor) -> torch.Tensor:
         """x [n_tokens, d_model] -> FFN output, same shape and dtype."""
         given_dtype, x = x.dtype, x.float()
-        act, mask = self._gate(layer, x)
-        evaluated, share = _seen(mask)
+        decision = self._decide(layer, x, self._size, self._predicted.get(layer))
+        evaluated, share = seen(decision.evaluated)
         self._take_landed(layer, evaluated, share)
-        split = self.cache.lookup(layer, evaluated, evaluated, share)
+        active = evaluated if decision.active_known else None
+        split = self.cache.lookup(layer, evaluated, active, share)
         places = self.slots.places(layer, split.on_time)  # before a plan can move anything
-        if layer == 0:
-            self._last_of_layer0 = np.flatnonzero(mask[-1]).astype(np.int32)
+        fired: Fired = []
 
         handed = None
         if split.residual.size:
-            work = self._host_work(layer, split.residual)
-            inputs = [x, act[:, torch.from_numpy(split.residual)]]
-            size = Size(neurons=split.residual.size, n_tokens=x.shape[0])
-            handed = self.device.hand_over(layer, inputs, [work], size)
+            handed = self._give_to_host(layer, x, decision, split.residual, fired)
         if self.plans and self.trigger == "after":
             self._plan(layer, evaluated, share)
-        y = self._device_rows(layer, x, act, split.on_time, places)
+        y = self._device_rows(layer, x, decision, split.on_time, places, fired)
         if handed is not None:
             y += self.device.join(handed)
         y = self._device_kernels.total(y)
         down_b = self.on_device[layer].down_b
         if down_b is not None:
             y = y + down_b
-        self._end_layer(layer, mask, split)
+        predicted = self._predicted.pop(layer, None)
+        kept = x.cpu().clone() if self._audit else None
+        self._end_layer(Done(layer, decision, predicted, split, fired, kept))
         return y.to(given_dtype)
-
-    def _gate(self, layer: int, x: torch.Tensor) -> tuple[torch.Tensor, Mask]:
-        """Activations [n_tokens, n_neurons], 0 where not active, and which are active."""
-        bundle, here = self.bundles[layer], self.on_device[layer]
-        if here.gate_w is None:  # oracle: known without a cost, so no op
-            act = self._host_kernels.gate_all(x, bundle.gate_w, bundle.gate_b, bundle.spec)
-            return act, (act != 0).numpy(force=True)
-        t0_ns = self.device.begin()
-        act = self._device_kernels.gate_all(x, here.gate_w, here.gate_b, bundle.spec)
-        mask: Mask = (act != 0).numpy(force=True)
-        self.device.end(t0_ns, "gate", layer, self._size)
-        return act, mask
 
     def _take_landed(self, layer: int, evaluated: Ids, share: Share | None) -> None:
         """Poll once and commit, after waiting for this layer's copies where the settings say so."""
@@ -283,52 +235,102 @@ class LivePipeline:
         flying = self.cache.in_flight.values()
         self.unfinished[layer] = any(swap.layer == layer for swap in flying)
 
-    def _host_work(self, layer: int, ids: Ids) -> Callable[..., torch.Tensor]:
-        bundle, kernels, index = self.bundles[layer], self._host_kernels, torch.from_numpy(ids)
-        up_b = None if bundle.up_b is None else bundle.up_b[index]
-
-        def residual(x: torch.Tensor, act: torch.Tensor) -> torch.Tensor:
-            return kernels.ffn_union(x, bundle.rows, index, bundle.spec, act=act, up_b=up_b)
-
-        return residual
+    def _give_to_host(
+        self, layer: int, x: torch.Tensor, decision: Decision, ids: Ids, fired: Fired
+    ) -> HandOver:
+        """The residual neurons' work, a part of it for each of the host's threads."""
+        bundle, kernels = self.bundles[layer], self._host_kernels
+        size = Size(neurons=ids.size, n_tokens=x.shape[0])
+        inputs, works = [x], []
+        if decision.act is not None:
+            inputs.append(decision.act[:, torch.from_numpy(ids).to(x.device)])
+        n_parts = max(1, min(self._host_threads, ids.size // LEAST_PART))
+        for at in np.array_split(np.arange(ids.size), n_parts):
+            here = slice(int(at[0]), int(at[-1]) + 1)
+            index = torch.from_numpy(ids[here])
+            fires = None
+            if not decision.active_known:
+                fires = torch.empty((x.shape[0], index.numel()), dtype=torch.bool)
+                fired.append((ids[here], fires))
+            works.append(_residual(kernels, bundle, index, here, fires))
+        return self.device.hand_over(layer, inputs, works, size)
 
     def _device_rows(
-        self, layer: int, x: torch.Tensor, act: torch.Tensor, ids: Ids, places: torch.Tensor
+        self,
+        layer: int,
+        x: torch.Tensor,
+        decision: Decision,
+        ids: Ids,
+        places: torch.Tensor,
+        fired: Fired,
     ) -> torch.Tensor:
-        bundle, here, index = self.bundles[layer], self.on_device[layer], torch.from_numpy(ids)
+        here, index = self.on_device[layer], torch.from_numpy(ids).to(x.device)
+        fires, act = None, decision.act
         t0_ns = self.device.begin()
+        if not decision.active_known:
+            fires = torch.empty((x.shape[0], ids.size), dtype=torch.bool, device=x.device)
+            fired.append((ids, fires))
         y = self._device_kernels.ffn_union(
             x,
             self.slots.slots[layer],
             places,
-            bundle.spec,
-            act=act[:, index],
+            self.bundles[layer].spec,
+            act=None if act is None else act[:, index],
+            gate_b=None if act is not None or here.gate_b is None else here.gate_b[index],
             up_b=None if here.up_b is None else here.up_b[index],
+            fired=fires,
         )
         self.device.end(t0_ns, "ffn", layer, Size(neurons=ids.size, n_tokens=x.shape[0]))
         return y
 
-    def _end_layer(self, layer: int, mask: Mask, split: Split) -> None:
+    def _end_layer(self, done: Done) -> None:
+        mask, split = done.decision.evaluated, done.split
         computed = np.zeros(mask.shape[1], bool)
         computed[split.on_time] = computed[split.residual] = True
         missed = int(np.count_nonzero(mask & ~computed))
-        assert not missed, f"layer {layer}: {missed} active neurons were not computed"
-        predicted = self._predicted.pop(layer, None)
-        if layer == self.cache.n_layers - 1 and self.plans and self.trigger in LOOK_AHEAD:
-            assert self._last_of_layer0 is not None
-            self._plan(0, self._last_of_layer0, None)  # for the next step
+        assert not missed, f"layer {done.layer}: {missed} neurons to evaluate were not computed"
+        if done.layer == 0:
+            self._layer0 = done
+        if done.layer == self.cache.n_layers - 1 and self.plans and self.trigger in LOOK_AHEAD:
+            assert self._layer0 is not None
+            last = fired_mask(self._layer0)[-1]
+            self._plan(0, np.flatnonzero(last).astype(np.int32), None)  # for the next step
         self._attention_ns = self.device.begin()
-        if self.on_layer is not None:
-            assert self._step is not None, "a forward pass outside start_step"
-            self._done.append(LayerStep(self._step, layer, mask, mask, predicted, split))
+        if self.on_layer is not None or not done.decision.active_known:
+            self._done.append(done)
+
+    def _tell(self, done: Done) -> None:
+        """Count what fired, and give a recorder all of it."""
+        active, decision = fired_mask(done), done.decision
+        if not (decision.active_known or self.lossy):
+            # The kernels found no neuron outside what the gate let through for its token.
+            assert not (active & ~decision.evaluated).any(), f"layer {done.layer}: a neuron missed"
+            self.n_active = (0 if isnan(self.n_active) else self.n_active) + int(
+                np.count_nonzero(active.any(axis=0))
+            )
+        if self.on_layer is None:
+            return
+        assert self._step is not None, "a forward pass outside start_step"
+        truth = None
+        if done.x is not None:
+            truth = true_mask(self._host_kernels, self.bundles[done.layer], done.x)
+        self.on_layer(
+            LayerStep(
+                self._step,
+                done.layer,
+                active,
+                decision.evaluated,
+                done.predicted,
+                done.split,
+                truth,
+            )
+        )
 
     # -- inside ---------------------------------------------------------------------------------
 
     def _check(self, predict: Predict | None, always_predict: bool) -> None:
-        cache, costs, gating = self.cache, self.device.costs, self.bundles[0].gating
+        cache, costs, gating = self.cache, self.device.costs, self.gating
         shape = (len(self.bundles), self.bundles[0].n_neurons)
-        if gating not in ("oracle", "exact"):
-            raise KairoxError(f"gating {gating!r} is not built yet; allowed: oracle, exact")
         if self.plans and self.late == "cancel":
             raise KairoxError(
                 f"late 'cancel' ({type(cache.policy).__name__.lower()}'s) is built in the "
@@ -343,7 +345,13 @@ class LivePipeline:
             raise KairoxError(
                 f"the cache was made for another trigger than {self.trigger!r}; give both the same"
             )
-        if predict is None and (self.plans or always_predict) and self.trigger in PREDICTING:
+        asks = (self.plans or always_predict) and self.trigger in PREDICTING
+        if predict is None and self.lossy:
+            raise KairoxError(
+                "gating 'predicted' computes what a predictor says and none was given; use "
+                "predictor lookahead or rank, or another gating"
+            )
+        if predict is None and asks:
             raise KairoxError(
                 f"trigger {self.trigger!r} needs a predictor and none was given; "
                 "use one, or the trigger 'after'"
@@ -379,10 +387,22 @@ class LivePipeline:
         return hook
 
 
-def _seen(mask: Mask) -> tuple[Ids, Share | None]:
-    """The union over a chunk's tokens, and each neuron's share of them (None: all 1, one token)."""
-    if mask.shape[0] == 1:
-        return np.flatnonzero(mask[0]).astype(np.int32), None
-    fired = np.count_nonzero(mask, axis=0)
-    ids = np.flatnonzero(fired).astype(np.int32)
-    return ids, fired[ids].astype(np.float32) / np.float32(mask.shape[0])
+def _residual(
+    kernels: Kernels,
+    bundle: NeuronBundles,
+    index: torch.Tensor,
+    here: slice,
+    fires: torch.Tensor | None,
+) -> Callable[..., torch.Tensor]:
+    """The work of one host thread: `here` of the residual neurons, which are `index`."""
+    gate_b = None if bundle.gate_b is None else bundle.gate_b[index]
+    up_b = None if bundle.up_b is None else bundle.up_b[index]
+
+    def work(x: torch.Tensor, act: torch.Tensor | None = None) -> torch.Tensor:
+        mine = None if act is None else act[:, here].contiguous()
+        return kernels.ffn_union(
+            x, bundle.rows, index, bundle.spec,
+            act=mine, gate_b=gate_b if act is None else None, up_b=up_b, fired=fires,
+        )  # fmt: skip
+
+    return work

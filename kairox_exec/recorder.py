@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from kairox_exec.ffn import LayerStep
+from kairox_exec.layer_step import LayerStep
 from kairox_sim.errors import KairoxError
 from kairox_sim.record import StepRecord
 from kairox_sim.trace_format import TraceHeader

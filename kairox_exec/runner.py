@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from math import nan
+from math import isnan, nan
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -22,8 +22,9 @@ from torch import nn
 from kairox_exec.compiled import uncompiled
 from kairox_exec.device import Device
 from kairox_exec.families import family_of, load_dense, threshold_of
-from kairox_exec.ffn import Kernels, LayerStep, LivePipeline, StepInfo
-from kairox_exec.kernels import torch_ref
+from kairox_exec.ffn import LivePipeline
+from kairox_exec.kernels import Kernels, torch_ref
+from kairox_exec.layer_step import LayerStep, StepInfo
 from kairox_exec.oplog import NS, Op, busy_s
 from kairox_exec.predictor import LayerGate, gates_of, predict
 from kairox_exec.sampling import Choose, greedy
@@ -101,8 +102,6 @@ def attach(
     every layer when a step has ended, outside its time; an assertion fails if an active neuron was
     not computed.
     """
-    if gating not in ("oracle", "exact"):
-        raise KairoxError(f"gating {gating!r} is not built yet; allowed: oracle, exact")
     model = uncompiled(model)
     family = family_of(config)
     bundles = bundle_model(model, family, gating=gating, threshold=threshold_of(config))
@@ -304,6 +303,8 @@ class Runner:
             h2d_bytes=counts.loads * float(self._load_bytes),
             threshold_scale=threshold_scale,
         )
+        if not isnan(self.pipeline.n_active):  # the cache was not told what the kernels decided
+            record = replace(record, active=self.pipeline.n_active)
         return record, self._waits(ops)
 
     def _waits(self, ops: Sequence[Op]) -> LayerWaits:

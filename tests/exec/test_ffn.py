@@ -17,8 +17,9 @@ from torch import nn
 
 from kairox_exec.emulated import EmulatedDevice
 from kairox_exec.families import FAMILIES, FatRelu
-from kairox_exec.ffn import HybridFFN, LayerStep, LivePipeline, StepInfo
+from kairox_exec.ffn import HybridFFN, LivePipeline
 from kairox_exec.kernels import numba_cpu, torch_ref
+from kairox_exec.layer_step import LayerStep, StepInfo
 from kairox_exec.weights import bundle_layer
 from kairox_sim.cache import NeuronCache
 from kairox_sim.controllers import Fixed
@@ -394,7 +395,7 @@ def _pipeline(**changed: Any) -> LivePipeline:
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"gating": "predicted"}, "not built yet; allowed: oracle, exact"),
+        ({"gating": "predicted", "predict": None}, "what a predictor says and none was given"),
         ({"n_neurons": 7}, "cache has 1 layers of 7 neurons, the model 1 of 40"),
         ({"cache_trigger": "after"}, "another trigger than 'attn_out'"),
         ({"predict": None}, "needs a predictor"),

@@ -19,7 +19,7 @@ from torch import nn
 from kairox_exec.compiled import uncompiled
 from kairox_exec.emulated import EmulatedDevice
 from kairox_exec.families import decoder_layers, family_of, load_dense
-from kairox_exec.ffn import LayerStep, StepInfo
+from kairox_exec.layer_step import LayerStep, StepInfo
 from kairox_exec.recorder import Recorder
 from kairox_exec.runner import Runner, _kv_argument, attach
 from kairox_sim.errors import KairoxError

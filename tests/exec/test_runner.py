@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 
 from kairox_exec.emulated import EmulatedDevice
 from kairox_exec.families import decoder_layers, family_of, load_dense
-from kairox_exec.ffn import LayerStep
 from kairox_exec.kernels import numba_cpu, torch_ref
+from kairox_exec.layer_step import LayerStep
 from kairox_exec.oplog import NS, busy_s
 from kairox_exec.runner import Runner, _kv_argument, load
 from kairox_exec.sampling import Choose, greedy, sampler
@@ -423,8 +423,11 @@ def test_sampler_refuses(bad: dict[str, float]) -> None:
 
 def test_bad_input_is_refused(tiny_opt_dir: Path) -> None:
     with EmulatedDevice() as device:
-        with pytest.raises(KairoxError, match="not built yet; allowed: oracle, exact"):
-            load(tiny_opt_dir, _cache(), device, gating="predicted")
+        with pytest.raises(KairoxError, match="what a predictor says and none was given"):
+            load(
+                tiny_opt_dir, _cache(), device, gating="predicted", trigger="attn_out",
+                look_ahead=False,
+            )  # fmt: skip
         with pytest.raises(KairoxError, match="needs a predictor"):
             load(tiny_opt_dir, _cache(), device, trigger="attn_out", look_ahead=False)
         with load(tiny_opt_dir, _cache(), device, trigger="attn_out") as runner:
