@@ -99,7 +99,7 @@ class LivePipeline:
         self._host_kernels, self._device_kernels = host_kernels, device_kernels
         self._predict = predict if self.plans or always_predict or self.lossy else None
         # When the predictor is asked: as the trigger says, or where it says nothing, a layer ahead.
-        self._look = self.trigger if self.trigger in PREDICTING or not self.lossy else look
+        self.look = self.trigger if self.trigger in PREDICTING or not self.lossy else look
         self.on_layer = on_layer
         self._check(predict, always_predict)
         self.slots = SlotStore(device, bundles, cache)
@@ -122,7 +122,7 @@ class LivePipeline:
     @property
     def predicts(self) -> bool:
         """Whether a predictor runs."""
-        return self._predict is not None and self._look in PREDICTING
+        return self._predict is not None and self.look in PREDICTING
 
     def install(self, model: nn.Module, family: Family) -> None:
         """Replace the model's FFNs, which frees their weights, and hook what the triggers need."""
@@ -130,7 +130,7 @@ class LivePipeline:
             replace_ffn(layer, family, HybridFFN(self, i))
             norm: Any = layer.get_submodule(family.ffn_norm)
             norm.register_forward_pre_hook(self._after_attention_hook(i))
-            if self._look == "attn_in":
+            if self.look == "attn_in":
                 layer.register_forward_pre_hook(self._before_layer_hook(i), with_kwargs=True)
 
     def start_step(self, step: StepInfo) -> int:
@@ -161,11 +161,11 @@ class LivePipeline:
     def after_attention(self, layer: int, hidden: torch.Tensor) -> None:
         """The residual after the attention of `layer` is at hand: the input of its FFN norm."""
         self.device.end(self._attention_ns, "attention", layer, self._size)
-        if self._look == "serial":
+        if self.look == "serial":
             self._predict_and_plan(layer, hidden)
         elif self.lossy and layer not in self._predicted:
             self._ask(layer, hidden)  # the first one: no layer before it predicts it
-        if self._look == "attn_out":
+        if self.look == "attn_out":
             self._predict_and_plan(layer + 1, hidden)
 
     def _predict_and_plan(self, layer: int, hidden: torch.Tensor) -> None:

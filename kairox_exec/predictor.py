@@ -10,15 +10,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import nn
+from torch.nn import functional
 
+from kairox_exec.device import Device
 from kairox_exec.families import Family, decoder_layers
 from kairox_exec.ffn_spec import FfnSpec
+from kairox_exec.gating import OnDevice
 from kairox_exec.kernels import torch_ref
 from kairox_exec.weights import NeuronBundles
+
+if TYPE_CHECKING:
+    from kairox_exec.kernels.screening import Screen
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,9 +33,10 @@ class LayerGate:
     """What decides in one layer: its FFN norm and gate (OPT: fc1), on the device that predicts."""
 
     norm: Callable[[torch.Tensor], torch.Tensor]
-    gate_w: torch.Tensor  # [n_neurons, spec.width]
+    gate_w: torch.Tensor | None  # [n_neurons, spec.width]; None: the screen stands for it
     gate_b: torch.Tensor | None  # [n_neurons]
     spec: FfnSpec
+    screen: Screen | None = None
 
 
 def gates_of(model: nn.Module, family: Family, bundles: Sequence[NeuronBundles]) -> list[LayerGate]:
@@ -39,6 +47,27 @@ def gates_of(model: nn.Module, family: Family, bundles: Sequence[NeuronBundles])
     ]
 
 
+def ffn_norms(model: nn.Module, family: Family) -> list[nn.Module]:
+    """The norm before each layer's FFN."""
+    return [layer.get_submodule(family.ffn_norm) for layer in decoder_layers(model, family)]
+
+
+def gates_on(
+    device: Device,
+    norms: Sequence[Callable[[torch.Tensor], torch.Tensor]],
+    bundles: Sequence[NeuronBundles],
+    on_device: Sequence[OnDevice],
+) -> list[LayerGate]:
+    """Deciding parts in device memory: what gating keeps there, else a copy of the gate."""
+    gates = []
+    for norm, bundle, here in zip(norms, bundles, on_device, strict=True):
+        gate_w = here.gate_w
+        if gate_w is None and here.screen is None:
+            gate_w = device.put(bundle.gate_w)
+        gates.append(LayerGate(norm, gate_w, here.gate_b, bundle.spec, here.screen))
+    return gates
+
+
 @torch.inference_mode()
 def predict(gate: LayerGate, hidden: torch.Tensor) -> torch.Tensor:
     """Which neurons of the layer that `gate` belongs to will fire.
@@ -46,6 +75,11 @@ def predict(gate: LayerGate, hidden: torch.Tensor) -> torch.Tensor:
     hidden [..., d_model], a state of the layer before -> bool [n_tokens, n_neurons].
     """
     x = gate.norm(hidden.reshape(-1, hidden.shape[-1])).float()
+    if gate.gate_w is None:
+        assert gate.screen is not None
+        value = functional.linear(x, gate.screen.codes.float()) * gate.screen.scale
+        value = value if gate.gate_b is None else value + gate.gate_b
+        return torch_ref.activate(value, gate.spec) != 0
     fast = replace(gate.spec, numerics="fast")  # a guess: no bit of the output depends on it
     return torch_ref.gate_all(x, gate.gate_w, gate.gate_b, fast) != 0
 

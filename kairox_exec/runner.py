@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from math import isnan, nan
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import numpy as np
 import torch
@@ -21,14 +21,16 @@ from torch import nn
 
 from kairox_exec.compiled import uncompiled
 from kairox_exec.device import Device
-from kairox_exec.families import family_of, load_dense, threshold_of
+from kairox_exec.families import Family, family_of, load_dense, threshold_of
 from kairox_exec.ffn import LivePipeline
+from kairox_exec.ffn_spec import Numerics
+from kairox_exec.formats import Format
 from kairox_exec.kernels import Kernels, torch_ref
 from kairox_exec.layer_step import LayerStep, StepInfo
 from kairox_exec.oplog import NS, Op, busy_s
-from kairox_exec.predictor import LayerGate, gates_of, predict
+from kairox_exec.predictor import LayerGate, ffn_norms, gates_on, predict
 from kairox_exec.sampling import Choose, greedy
-from kairox_exec.weights import bundle_model
+from kairox_exec.weights import NeuronBundles, bundle_model
 from kairox_sim.cache import NeuronCache
 from kairox_sim.errors import KairoxError
 from kairox_sim.policies.base import Late, Trigger
@@ -46,37 +48,30 @@ class Ending:
     cancelled: int  # in flight
 
 
+class Learnt(Protocol):
+    """A predictor that was trained: `mlp_predictor`."""
+
+    @property
+    def trigger(self) -> str:
+        """When it must be asked: attn_out or attn_in."""
+        ...
+
+    def predict(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden [..., d_model], of the layer before -> bool [n_tokens, n_neurons]"""
+        ...
+
+
 def load(
     model_dir: str | Path,
     build_cache: BuildCache,
     device: Device,
     *,
-    gating: str = "exact",
-    trigger: Trigger | None = None,
-    late: Late | None = None,
-    look_ahead: bool = True,
-    always_predict: bool = False,
-    host_kernels: Kernels = torch_ref,
-    device_kernels: Kernels = torch_ref,
     fatrelu_threshold: float | None = None,
-    on_layer: Callable[[LayerStep], None] | None = None,
+    **how: Any,
 ) -> Runner:
     """Load a model directory (local files only) and put hybrid FFNs in. See `attach`."""
     model, config = load_dense(model_dir, fatrelu_threshold=fatrelu_threshold)
-    return attach(
-        model,
-        config,
-        build_cache,
-        device,
-        gating=gating,
-        trigger=trigger,
-        late=late,
-        look_ahead=look_ahead,
-        always_predict=always_predict,
-        host_kernels=host_kernels,
-        device_kernels=device_kernels,
-        on_layer=on_layer,
-    )
+    return attach(model, config, build_cache, device, **how)
 
 
 def attach(
@@ -86,32 +81,61 @@ def attach(
     device: Device,
     *,
     gating: str = "exact",
+    numerics: Numerics = "fast",
+    weights: Format = "float32",
+    **how: Any,
+) -> Runner:
+    """Replace the FFNs of a dense transformers model in place. A compiled one runs uncompiled.
+
+    weights: the format its FFN rows are kept in. how: of `run_bundles`.
+    """
+    model = uncompiled(model)
+    family = family_of(config)
+    bundles = bundle_model(
+        model,
+        family,
+        gating=gating,
+        threshold=threshold_of(config),
+        fmt=weights,
+        numerics=numerics,
+    )
+    return run_bundles(model, config, family, bundles, build_cache, device, **how)
+
+
+def run_bundles(
+    model: nn.Module,
+    config: Any,
+    family: Family,
+    bundles: Sequence[NeuronBundles],
+    build_cache: BuildCache,
+    device: Device,
+    *,
     trigger: Trigger | None = None,
     late: Late | None = None,
     look_ahead: bool = True,
+    learnt: Learnt | None = None,
     always_predict: bool = False,
+    audit: bool = False,
     host_kernels: Kernels = torch_ref,
     device_kernels: Kernels = torch_ref,
     on_layer: Callable[[LayerStep], None] | None = None,
 ) -> Runner:
-    """Replace the FFNs of a dense transformers model in place. A compiled one runs uncompiled.
+    """A model whose FFNs are `bundles`; its own are replaced in place.
 
     trigger, late: the policy's own by default; the cache must have been built for the same trigger.
-    look_ahead: use the training-free predictor where the trigger predicts. always_predict: run it
-    even if the policy never plans, so that a recorder sees what it says. on_layer is called for
-    every layer when a step has ended, outside its time; an assertion fails if an active neuron was
-    not computed.
+    look_ahead: use the training-free predictor where the trigger predicts, unless a `learnt` one is
+    given. always_predict: run it even if the policy never plans, so that a recorder sees what it
+    says. on_layer is called for every layer when a step has ended, outside its time; an assertion
+    fails if a neuron was not computed that should have been. audit: on_layer is also told what
+    fires in the dense layer.
     """
-    model = uncompiled(model)
-    family = family_of(config)
-    bundles = bundle_model(model, family, gating=gating, threshold=threshold_of(config))
-    gates = gates_of(model, family, bundles)
     cache = build_cache(len(bundles), bundles[0].n_neurons)
     on_device: list[LayerGate] = []
 
     def predict_layer(layer: int, hidden: torch.Tensor) -> torch.Tensor:
         return predict(on_device[layer], hidden)
 
+    ask = predict_layer if look_ahead else None
     pipeline = LivePipeline(
         cache,
         device,
@@ -120,16 +144,21 @@ def attach(
         device_kernels=device_kernels,
         trigger=trigger,
         late=late,
-        predict=predict_layer if look_ahead else None,
+        predict=ask if learnt is None else learnt.predict,
+        look="attn_out" if learnt is None else learnt.trigger,
         always_predict=always_predict,
+        audit=audit,
         on_layer=on_layer,
     )
-    if pipeline.predicts:
-        for gate, here in zip(gates, pipeline.on_device, strict=True):
-            gate_w = device.put(gate.gate_w) if here.gate_w is None else here.gate_w
-            # The norm's forward, not its call: a prediction must not set off the pipeline's hook.
-            norm: Any = gate.norm
-            on_device.append(replace(gate, norm=norm.forward, gate_w=gate_w, gate_b=here.gate_b))
+    if pipeline.predicts and learnt is None:
+        # The norm's forward, not its call: a prediction must not set off the pipeline's hook.
+        norms = [norm.forward for norm in ffn_norms(model, family)]
+        on_device += gates_on(device, norms, bundles, pipeline.on_device)
+    elif pipeline.predicts and learnt is not None and pipeline.look != learnt.trigger:
+        raise KairoxError(
+            f"the predictor was trained for trigger {learnt.trigger!r} and would be asked at "
+            f"{pipeline.look!r}; set trigger to {learnt.trigger!r}, or train another"
+        )
     pipeline.install(model, family)
     return Runner(model, config, pipeline)
 
