@@ -16,6 +16,7 @@ from kairox_exec.oplog import Op, Size
 if TYPE_CHECKING:
     from kairox_sim.costs import CostModel
     from kairox_sim.events import Swap
+    from kairox_sim.hardware import HardwareProfile
 
 
 @dataclass(slots=True, eq=False)
@@ -35,6 +36,7 @@ class Device(Protocol):
     """
 
     costs: CostModel | None
+    profile: HardwareProfile | None  # the machine whose memory budgets are planned for
     ops: list[Op]  # logged since they were last taken
     n_ops: int
     n_overruns: int

@@ -30,6 +30,7 @@ from kairox_exec.pacing import gpu_op_ns, in_ns
 if TYPE_CHECKING:
     from kairox_sim.costs import CostModel
     from kairox_sim.events import Swap
+    from kairox_sim.hardware import HardwareProfile
 
 SYNCHRONISING = ("attention", "predict", "head")  # after these the thread is not ahead of the lane
 
@@ -50,6 +51,7 @@ class EmulatedDevice:
 
     def __init__(self, costs: CostModel | None = None) -> None:
         self.costs = costs
+        self.profile: HardwareProfile | None = None
         self.ops: list[Op] = []
         self.n_ops = self.n_overruns = 0
         self._paced = costs is not None

@@ -179,7 +179,7 @@ class Runner:
         self.ending: Ending | None = None
         self._open: list[Op] = []  # ops that reached beyond the step in which they were logged
         self._seq = self._step = 0
-        self._kv_name = _kv_argument(model)
+        self._kv_name = kv_argument(model)
         costs = self.device.costs
         self._load_bytes = pipeline.bundles[0].bundle_bytes if costs is None else costs.bundle_bytes
 
@@ -372,7 +372,7 @@ def _chunks(tokens: NDArray[np.int32], size: int) -> list[NDArray[np.int32]]:
     return [tokens[at : at + size] for at in range(0, tokens.size, size)]
 
 
-def _kv_argument(model: nn.Module) -> str:
+def kv_argument(model: nn.Module) -> str:
     """What forward calls the KV cache: `cache` in newer transformers, `past_key_values` before."""
     names = inspect.signature(model.forward).parameters
     return "cache" if "cache" in names else "past_key_values"

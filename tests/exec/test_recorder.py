@@ -21,7 +21,7 @@ from kairox_exec.emulated import EmulatedDevice
 from kairox_exec.families import decoder_layers, family_of, load_dense
 from kairox_exec.layer_step import LayerStep, StepInfo
 from kairox_exec.recorder import Recorder
-from kairox_exec.runner import Runner, _kv_argument, attach
+from kairox_exec.runner import Runner, kv_argument, attach
 from kairox_sim.errors import KairoxError
 from kairox_sim.events import Split
 from kairox_sim.record import StepRecord
@@ -113,7 +113,7 @@ def _dense_gates(model_dir: Path, tokens: NDArray[np.int32], prefill: int) -> to
     kv = DynamicCache(config=config)
     ids = torch.from_numpy(tokens.astype(np.int64))[None]
     for part in (ids[:, :prefill], *ids[:, prefill:].split(1, dim=1)):
-        model(input_ids=part, use_cache=True, **{_kv_argument(model): kv})
+        model(input_ids=part, use_cache=True, **{kv_argument(model): kv})
     return torch.stack([torch.cat(parts) for parts in seen])
 
 

@@ -21,7 +21,7 @@ from kairox_exec.families import decoder_layers, family_of, load_dense
 from kairox_exec.kernels import numba_cpu, torch_ref
 from kairox_exec.layer_step import LayerStep
 from kairox_exec.oplog import NS, busy_s
-from kairox_exec.runner import Runner, _kv_argument, load
+from kairox_exec.runner import Runner, kv_argument, load
 from kairox_exec.sampling import Choose, greedy, sampler
 from kairox_exec.text import load_tokenizer
 from kairox_sim.cache import NeuronCache
@@ -71,7 +71,7 @@ def _plain_logits(
     ends = [*range(chunk, prefill, chunk), *range(prefill, tokens.size + 1)]
     for begin, end in pairwise([0, *ends]):
         ids = torch.from_numpy(tokens[begin:end].astype(np.int64))[None]
-        logits.append(model(input_ids=ids, **{_kv_argument(model): kv}).logits[0, -1])
+        logits.append(model(input_ids=ids, **{kv_argument(model): kv}).logits[0, -1])
     return logits
 
 
@@ -158,7 +158,7 @@ def _plain_text(model_dir: Path, prompt: NDArray[np.int32], choose: Choose, n: i
     from transformers import DynamicCache
 
     model, config = load_dense(model_dir)
-    name, kv, out = _kv_argument(model), DynamicCache(config=config), []
+    name, kv, out = kv_argument(model), DynamicCache(config=config), []
     ids: Any = prompt
     with torch.inference_mode():
         for _ in range(n):
