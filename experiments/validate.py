@@ -1,25 +1,27 @@
-"""Gate G3 on the emulated machine: calibrate, run every setting of validate.toml live, compare.
+"""Gate G3 on emulated machines: calibrate each, run its settings of validate.toml live, compare.
 
     python -m experiments.validate --out out/validate
 
 Wants a quiet machine: an emulated run that cannot keep its pace is refused by calibration, and its
-share of overruns stands in the report.
+share of overruns stands in the report. About nine minutes.
 """
 
 import argparse
 import sys
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from kairox_exec.live import set_threads
 from kairox_exec.live_run import ForcedText, calibrate, machine_for
-from kairox_exec.validation import validate
+from kairox_exec.validation import Validation, combined, validate
 from kairox_sim.commands.calibrate import print_calibration
 from kairox_sim.commands.options import progress
 from kairox_sim.commands.validate import print_validation
 from kairox_sim.errors import KairoxError
 from kairox_sim.settings import Settings
-from kairox_sim.trace import read_trace
+from kairox_sim.trace import Trace, read_trace
 
 SPEC = Path(__file__).with_suffix(".toml")
 
@@ -29,37 +31,65 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("out/validate"))
     out: Path = parser.parse_args().out
     spec = tomllib.loads(SPEC.read_text())
-    run, base = spec["run"], spec["base"]
-    settings = [Settings.of(base | one) for one in spec["settings"]]
-    prior = read_trace(run["prior"], strict=True)
+    prior = read_trace(spec["run"]["prior"], strict=True)
     set_threads(1)
-    machine = machine_for(
-        run["model"], "emulated", emulate=run["emulate"], model_as=base["model_as"]
-    )
+    parts = []
     with progress() as bar:
         task = bar.add_task("calibrating", total=None)
 
         def show(what: str, done: int, of: int) -> None:
             bar.update(task, description=what, completed=done, total=of)
 
-        before = ForcedText([run["text"]], tokens=128, skip=run["calibration_skip"])
-        calibration = calibrate(
-            run["model"], before, machine, model_as=base["model_as"], on_run=show
-        )
-        result = validate(
-            run["model"],
-            settings,
-            ForcedText([run["text"]], tokens=run["tokens"], skip=run["skip"]),
-            calibration,
-            machine,
-            out,
-            prior=prior,
-            repeats=run["repeats"],
-            on_progress=show,
-        )
-    print_calibration(calibration, calibration.dump(out / "hw.toml"))
+        for machine in spec["machines"]:
+            parts.append(_on(machine, spec["run"], spec["base"], prior, out, show))
+    result = combined(parts)
     result.dump(out)
     print_validation(result, out)
+
+
+def _on(
+    wanted: dict[str, Any],
+    run: dict[str, Any],
+    base: dict[str, Any],
+    prior: Trace,
+    out: Path,
+    show: Callable[[str, int, int], None],
+) -> Validation:
+    """One machine: calibrated on other tokens, then judged. Its files are in its own folder."""
+    base = base | {"numerics": wanted["numerics"]}
+    settings = [Settings.of(base | one) for one in wanted["settings"]]
+    machine = machine_for(
+        run["model"],
+        "emulated",
+        emulate=run["emulate"],
+        link=wanted["link"],
+        model_as=base["model_as"],
+        numerics=wanted["numerics"],
+    )
+    folder = out / f"{wanted['link']}-{wanted['numerics']}"
+    folder.mkdir(parents=True, exist_ok=True)
+    calibration = calibrate(
+        run["model"],
+        ForcedText([run["text"]], tokens=128, skip=run["calibration_skip"]),
+        machine,
+        model_as=base["model_as"],
+        numerics=wanted["numerics"],
+        on_run=show,
+    )
+    print_calibration(calibration, calibration.dump(folder / "hw.toml"))
+    result = validate(
+        run["model"],
+        settings,
+        ForcedText([run["text"]], tokens=run["tokens"], skip=run["skip"]),
+        calibration,
+        machine,
+        folder,
+        prior=prior,
+        repeats=run["repeats"],
+        on_progress=show,
+    )
+    result.dump(folder)  # a machine that is done is kept if a later one stops
+    return result
 
 
 if __name__ == "__main__":

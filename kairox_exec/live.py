@@ -16,9 +16,9 @@ import numpy as np
 import torch
 
 from kairox_exec.emulated import EmulatedDevice
-from kairox_exec.families import load_dense, model_sha256, read_config
 from kairox_exec.kernels import Kernels, torch_ref
 from kairox_exec.layer_step import LayerStep
+from kairox_exec.loading import load_dense, model_sha256, read_config
 from kairox_exec.runner import Runner, attach
 from kairox_sim.costs import CostModel, costs_for
 from kairox_sim.errors import KairoxError

@@ -17,9 +17,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kairox_exec.families import activation_of, model_sha256
+from kairox_exec.families import activation_of
 from kairox_exec.generation import stop_tokens
 from kairox_exec.live import KernelChoice, device_for, model_shape, profile_for, start
+from kairox_exec.loading import model_sha256
 from kairox_exec.machine import machine_facts
 from kairox_exec.recorder import Recorder
 from kairox_exec.runner import Runner

@@ -21,12 +21,13 @@ from torch import nn
 
 from kairox_exec.compiled import uncompiled
 from kairox_exec.device import Device
-from kairox_exec.families import Family, family_of, load_dense, threshold_of
+from kairox_exec.families import Family, family_of, threshold_of
 from kairox_exec.ffn import LivePipeline
 from kairox_exec.ffn_spec import Numerics
 from kairox_exec.formats import Format
 from kairox_exec.kernels import Kernels, torch_ref
 from kairox_exec.layer_step import LayerStep, StepInfo
+from kairox_exec.loading import load_dense
 from kairox_exec.oplog import NS, Op, busy_s
 from kairox_exec.predictor import LayerGate, ffn_norms, gates_on, predict
 from kairox_exec.sampling import Choose, greedy

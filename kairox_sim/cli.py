@@ -23,6 +23,7 @@ from kairox_sim.commands.info import info
 from kairox_sim.commands.options import say
 from kairox_sim.commands.plot import plot
 from kairox_sim.commands.record import record
+from kairox_sim.commands.score import score
 from kairox_sim.commands.simulate import simulate
 from kairox_sim.commands.sweep import sweep
 from kairox_sim.commands.systems import policies, systems
@@ -32,7 +33,7 @@ from kairox_sim.errors import KairoxError
 
 COMMANDS: tuple[Callable[..., Any], ...] = (
     record, info, workload, group, systems, policies, hardware, models, simulate, sweep, plot, best,
-    calibrate, generate, validate,
+    calibrate, generate, score, validate,
 )  # fmt: skip
 BAD_INPUT = 2  # exit code
 

@@ -20,12 +20,11 @@ from kairox_exec.families import (
     decoder_layers,
     family_of,
     fires,
-    load_dense,
-    model_sha256,
     replace_ffn,
     threshold_of,
 )
 from kairox_exec.kernels import torch_ref
+from kairox_exec.loading import load_dense, model_sha256
 from kairox_exec.weights import NeuronBundles, bundle_model
 from kairox_sim.errors import KairoxError
 

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from kairox_exec.families import Family, decoder_layers, family_of, fires, load_dense
+from kairox_exec.families import Family, decoder_layers, family_of, fires
 from kairox_exec.ffn_spec import FfnSpec
+from kairox_exec.loading import load_dense
 from kairox_exec.predictor import (
     LayerGate,
     LayerRecall,

@@ -18,10 +18,11 @@ from torch import nn
 
 from kairox_exec.compiled import uncompiled
 from kairox_exec.emulated import EmulatedDevice
-from kairox_exec.families import decoder_layers, family_of, load_dense
+from kairox_exec.families import decoder_layers, family_of
 from kairox_exec.layer_step import LayerStep, StepInfo
+from kairox_exec.loading import load_dense
 from kairox_exec.recorder import Recorder
-from kairox_exec.runner import Runner, kv_argument, attach
+from kairox_exec.runner import Runner, attach, kv_argument
 from kairox_sim.errors import KairoxError
 from kairox_sim.events import Split
 from kairox_sim.record import StepRecord

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from kairox_exec.families import model_sha256
+from kairox_exec.loading import model_sha256
 from kairox_exec.machine import gpu_facts, machine_facts
 from kairox_exec.recorder import Recorder
 from kairox_exec.recording import record

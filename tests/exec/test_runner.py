@@ -17,9 +17,10 @@ import torch
 from numpy.typing import NDArray
 
 from kairox_exec.emulated import EmulatedDevice
-from kairox_exec.families import decoder_layers, family_of, load_dense
+from kairox_exec.families import decoder_layers, family_of
 from kairox_exec.kernels import numba_cpu, torch_ref
 from kairox_exec.layer_step import LayerStep
+from kairox_exec.loading import load_dense
 from kairox_exec.oplog import NS, busy_s
 from kairox_exec.runner import Runner, kv_argument, load
 from kairox_exec.sampling import Choose, greedy, sampler

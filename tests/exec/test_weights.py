@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from kairox_exec.families import FAMILIES, decoder_layers, family_of, load_dense
+from kairox_exec.families import FAMILIES, decoder_layers, family_of
 from kairox_exec.kernels import torch_ref
+from kairox_exec.loading import load_dense
 from kairox_exec.weights import bundle_layer, bundle_model, row_names
 from kairox_sim.errors import KairoxError
 from kairox_sim.model import find_shape

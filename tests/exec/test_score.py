@@ -1,0 +1,106 @@
+"""Scores by hand and against the dense model; what the hash says; what is refused."""
+
+import hashlib
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from kairox_exec.score import Comparison, Tally, score, score_dense
+from kairox_sim.cli import app
+from kairox_sim.errors import KairoxError
+from kairox_sim.settings import Settings
+
+CUT = {"tokens": 40, "prefill": 8, "window": 40}
+
+
+def test_nats_and_hash_by_hand() -> None:
+    tally = Tally()
+    rows = [torch.tensor([0.0, math.log(3.0)]), torch.tensor([1.0, 1.0])]
+    tally.add(rows[0], 1)  # 3/4
+    tally.add(rows[1], 0)  # 1/2
+    assert tally.nats_per_token == pytest.approx(-(math.log(3 / 4) + math.log(1 / 2)) / 2, abs=1e-7)
+    data = np.array([[0.0, math.log(3.0)], [1.0, 1.0]], np.float32).tobytes()
+    assert tally.logits_sha256 == hashlib.sha256(data).hexdigest()
+
+
+def test_a_logit_that_is_not_finite_is_no_score() -> None:
+    with pytest.raises(KairoxError, match="position 0"):
+        Tally().add(torch.tensor([0.0, float("nan")]), 0)
+
+
+def test_a_comparison_by_hand() -> None:
+    compared = Comparison()
+    dense = torch.tensor([0.0, math.log(3.0)])
+    compared.add(dense, dense, 1)
+    compared.add(torch.tensor([math.log(3.0), 0.0]), dense, 1)
+    found = compared.result()
+    assert found.max_logit_error == pytest.approx(math.log(3.0))
+    assert found.rms_logit_error == pytest.approx(math.log(3.0) / math.sqrt(2))
+    # KL of (1/4, 3/4) from (3/4, 1/4), at one of two positions
+    assert found.kl_nats == pytest.approx(0.5 * (0.25 * math.log(1 / 3) + 0.75 * math.log(3)))
+    assert (found.top1_agreement, found.first_divergence) == (0.5, 1)
+
+
+def test_exact_gating_scores_what_the_dense_model_does(
+    tiny_reglu_dir: Path, prompts_dir: Path
+) -> None:
+    text = prompts_dir / "prose.txt"
+    plain = score_dense(tiny_reglu_dir, text, **CUT)
+    ours = score(tiny_reglu_dir, text, Settings(policy="lru", slots=60), against_dense=True, **CUT)
+    assert (plain.tokens, ours.tokens) == (32, 32)
+    assert 1.0 < plain.nats_per_token < 6.0  # better than guessing among 1,024: 6.9
+    assert ours.nats_per_token == pytest.approx(plain.nats_per_token, abs=1e-5)
+    assert ours.difference is not None
+    assert ours.difference.dense_nats_per_token == plain.nats_per_token
+    assert ours.difference.max_logit_error < 1e-4
+    assert ours.difference.first_divergence is None
+    assert ours.exactness == "exact"
+
+
+def test_the_hash_is_one_for_every_placement_under_deterministic_numerics_only(
+    tiny_reglu_dir: Path, prompts_dir: Path
+) -> None:
+    def hashes(numerics: str) -> set[str]:
+        return {
+            score(
+                tiny_reglu_dir,
+                prompts_dir / "code.txt",
+                Settings(numerics=numerics, **chosen),
+                **CUT,
+            ).logits_sha256
+            for chosen in ({"policy": "none"}, {"policy": "lru", "slots": 300}, {"policy": "all"})
+        }
+
+    assert len(hashes("deterministic")) == 1
+    assert len(hashes("fast")) > 1
+
+
+@pytest.mark.parametrize(
+    ("cut", "said"),
+    [
+        ({"tokens": 8, "prefill": 8, "window": 40}, "nothing to score|more"),
+        ({"tokens": 40, "prefill": 0, "window": 40}, "prefill must be 1 or more"),
+    ],
+)
+def test_what_cannot_be_scored(
+    tiny_reglu_dir: Path, prompts_dir: Path, cut: dict[str, int], said: str
+) -> None:
+    with pytest.raises(KairoxError, match=said):
+        score(tiny_reglu_dir, prompts_dir / "prose.txt", **cut)
+
+
+def test_the_command(tiny_reglu_dir: Path, prompts_dir: Path) -> None:
+    text = str(prompts_dir / "prose.txt")
+    common = ["score", "--model", str(tiny_reglu_dir), "--text", text, "--tokens", "24", "--json"]
+    told = CliRunner().invoke(app, [*common, "--policy", "lru", "--slots", "50"])
+    assert told.exit_code == 0, told.output
+    found = json.loads(told.stdout)
+    assert found["tokens"] == 23
+    assert found["perplexity"] == pytest.approx(math.exp(found["nats_per_token"]))
+    assert len(found["logits_sha256"]) == 64
+    assert CliRunner().invoke(app, [*common, "--dense", "--policy", "lru"]).exit_code != 0
