@@ -1,9 +1,14 @@
 """The functions of torch_ref for the host's residual rows: each row read once, by one thread.
 
-Same arguments and meaning as `torch_ref`; CPU tensors only. The compiled loops are serial and
-release the GIL, so a pool of Python threads runs them side by side on disjoint parts of `index`
-(numba's own `parallel=True` is not safe to enter from two threads). They compile on first use and
-are cached on disk: make one call before timing anything.
+Same arguments and meaning as `torch_ref`, every format, activation and numerics; CPU tensors only.
+The compiled loops (`numba_rows`) are serial and release the GIL, so a pool of Python threads runs
+them side by side on disjoint parts of `index` (numba's own `parallel=True` is not safe to enter
+from two threads). They compile once for everything, on the first call, and are cached on disk:
+call `warm_up` before timing anything.
+
+`fast`: a row's gate does not depend on the other rows of the call, nor on how many tokens there
+are; y is added up in the order of `index`, so neurons that do not fire change no bit of it.
+`deterministic`: bit-equal to torch_ref, in any order.
 """
 
 from __future__ import annotations
@@ -12,32 +17,28 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import njit
 
-from kairox_exec.ffn_spec import FfnSpec
+from kairox_exec.ffn_spec import ACTIVATIONS, FfnSpec
+from kairox_exec.kernels import numba_rows
 from kairox_exec.kernels.torch_ref import check_shapes, total
 
-__all__ = ["ffn_union", "gate_all", "total"]
+__all__ = ["code_dots", "ffn_union", "gate_all", "gate_values", "total", "warm_up"]
 
-# Reordering sums and fusing multiply-add is what lets LLVM vectorise a float32 dot product. NaN and
-# infinity keep their meaning. A row's result does not depend on which other rows are in the call.
-_FASTMATH = {"reassoc", "contract", "nsz"}
 _NONE = np.empty(0, dtype=np.float32)
+_NO_ACT = np.empty((0, 0), dtype=np.float32)
+_NO_FIRED = np.empty((0, 0), dtype=np.bool_)
 
 
 def gate_all(
     x: torch.Tensor, gate_rows: torch.Tensor, gate_b: torch.Tensor | None, spec: FfnSpec
 ) -> torch.Tensor:
-    _require_built(spec)
-    out = torch.empty((x.shape[0], gate_rows.shape[0]), dtype=torch.float32)
-    threshold = np.float32(spec.threshold)
-    _gate_all(x.numpy(), gate_rows.numpy(), _array(gate_b), threshold, out.numpy())
-    return out
+    return _gates(x, gate_rows, gate_b, spec, ACTIVATIONS.index(spec.activation))
 
 
-def _require_built(spec: FfnSpec) -> None:
-    if (spec.activation, spec.fmt, spec.numerics) != ("relu", "float32", "fast"):
-        raise NotImplementedError(f"numba kernels of {spec}")
+def gate_values(
+    x: torch.Tensor, gate_rows: torch.Tensor, gate_b: torch.Tensor | None, spec: FfnSpec
+) -> torch.Tensor:
+    return _gates(x, gate_rows, gate_b, spec, numba_rows.RAW)
 
 
 def ffn_union(
@@ -51,81 +52,97 @@ def ffn_union(
     up_b: torch.Tensor | None = None,
     fired: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    _require_built(spec)
-    assert fired is None
     check_shapes(x, rows, index, spec, act)
-    y = torch.zeros(x.shape, dtype=torch.float32)
+    deterministic = spec.numerics == "deterministic"
+    y = torch.zeros(x.shape, dtype=torch.int64 if deterministic else torch.float32)
+    out = None if fired is None else np.empty(fired.shape, np.bool_)
     if index.shape[0]:
-        _ffn(
-            x.numpy(),
-            rows.numpy(),
-            index.numpy(),
+        size = rows.element_size()
+        numba_rows.union(
+            deterministic,
+            numba_rows.FORMAT_CODES[spec.fmt],
+            _address(rows),
+            rows.stride(0) * size,
+            rows.stride(1) * size,
+            rows.shape[1],
+            index.to(torch.int32).contiguous().numpy(),
             spec.gated,
+            x.contiguous().numpy(),
             act is not None,
-            np.empty((0, 0), dtype=np.float32) if act is None else act.contiguous().numpy(),
+            _NO_ACT if act is None else act.contiguous().numpy(),
             _array(gate_b),
             _array(up_b),
+            ACTIVATIONS.index(spec.activation),
             np.float32(spec.threshold),
-            y.numpy(),
+            _NO_FIRED if out is None else out,
+            y.data_ptr(),
         )
+    if fired is not None:
+        fired.copy_(torch.from_numpy(out))
     return y
 
 
-def _array(values: torch.Tensor | None) -> Any:
-    return _NONE if values is None else values.numpy()
+def code_dots(x: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
+    """x float32 [n_tokens, d] by int8 codes [n, d] -> float32 [n_tokens, n]: see `screening`."""
+    out = torch.empty((x.shape[0], codes.shape[0]), dtype=torch.float32)
+    assert codes.dtype == torch.int8
+    _call_gates(x, codes, None, False, numba_rows.CODES, numba_rows.RAW, 0.0, out)
+    return out
 
 
-@njit(nogil=True, cache=True, fastmath=_FASTMATH)
-def _dot(a: Any, b: Any) -> Any:
-    total = np.float32(0.0)
-    for j in range(a.shape[0]):
-        total += a[j] * b[j]
-    return total
+def warm_up() -> None:
+    """Compile, or load what was compiled before: seconds the first time, whatever the model."""
+    spec = FfnSpec(1, False, "relu", 0.0, "float32")
+    x = torch.zeros((1, 1))
+    gate_all(x, x, None, spec)
+    ffn_union(x, torch.zeros((1, 2, 1)), torch.zeros(1, dtype=torch.int32), spec)
 
 
-@njit(nogil=True, cache=True, fastmath=_FASTMATH)
-def _gate_all(x: Any, gate_w: Any, gate_b: Any, threshold: Any, out: Any) -> None:
-    for i in range(gate_w.shape[0]):
-        for t in range(x.shape[0]):
-            gate = _dot(gate_w[i], x[t])
-            if gate_b.shape[0]:
-                gate += gate_b[i]
-            out[t, i] = gate if gate > threshold else np.float32(0.0)
+def _gates(
+    x: torch.Tensor, rows: torch.Tensor, bias: torch.Tensor | None, spec: FfnSpec, rule: int
+) -> torch.Tensor:
+    if rows.shape[1:] != (spec.width,) or x.shape[1:] != (spec.d_model,):
+        raise ValueError(
+            f"gate rows are {tuple(rows.shape)} and x is {tuple(x.shape)}; expected "
+            f"[neurons, {spec.width}] and [tokens, {spec.d_model}] ({spec})"
+        )
+    out = torch.empty((x.shape[0], rows.shape[0]), dtype=torch.float32)
+    fixed, code = spec.numerics == "deterministic", numba_rows.FORMAT_CODES[spec.fmt]
+    _call_gates(x, rows, bias, fixed, code, rule, spec.threshold, out)
+    return out
 
 
-@njit(nogil=True, cache=True, fastmath=_FASTMATH)
-def _ffn(
-    x: Any,  # [n_tokens, d_model]
-    rows: Any,  # [n_places, n_rows, d_model]
-    index: Any,  # [n]
-    gated: bool,
-    act_given: bool,
-    act: Any,  # [n_tokens, n] or empty
-    gate_b: Any,  # [n] or empty
-    up_b: Any,  # [n] or empty
-    threshold: Any,
-    y: Any,  # [n_tokens, d_model], zeros on entry
+def _call_gates(
+    x: torch.Tensor,
+    rows: torch.Tensor,
+    bias: torch.Tensor | None,
+    deterministic: bool,
+    code: int,
+    rule: int,
+    threshold: float,
+    out: torch.Tensor,
 ) -> None:
-    last = rows.shape[1] - 1
-    for i in range(index.shape[0]):
-        bundle = rows[index[i]]
-        for t in range(x.shape[0]):
-            if act_given:
-                a = act[t, i]
-                if a == 0.0:
-                    continue
-            else:
-                a = _dot(bundle[0], x[t])
-                if gate_b.shape[0]:
-                    a += gate_b[i]
-                if not a > threshold:
-                    continue
-            if gated:
-                up = _dot(bundle[last - 1], x[t])
-                if up_b.shape[0]:
-                    up += up_b[i]
-                a *= up
-            down = bundle[last]
-            out = y[t]
-            for j in range(out.shape[0]):
-                out[j] += a * down[j]
+    numba_rows.gates(
+        deterministic,
+        code,
+        _address(rows),
+        rows.stride(0) * rows.element_size(),
+        rows.shape[0],
+        x.shape[1],
+        x.contiguous().numpy(),
+        _array(bias),
+        rule,
+        np.float32(threshold),
+        out.numpy(),
+    )
+
+
+def _address(rows: torch.Tensor) -> int:
+    """Of the first row. Rows may lie apart, their elements may not."""
+    assert rows.device.type == "cpu"
+    assert rows.stride(-1) == 1 or rows.shape[-1] == 1
+    return rows.data_ptr()
+
+
+def _array(values: torch.Tensor | None) -> Any:
+    return _NONE if values is None else values.contiguous().numpy()

@@ -10,6 +10,10 @@ entries add up to the FFN's output without it.
 Partial sums are float32 (`fast`), or int64 fixed point (`deterministic`): then each product of two
 float32 is scaled by 2^40, cut towards zero and added as a whole number, so that no order, split or
 place of the additions changes a bit. `total` gives float32 of either.
+
+All kernels agree to the bit on deterministic results, those of silu included. Memory that decodes
+to NaN has no meaning in fixed point; infinite values and sums of 2^22 and more are refused before
+(`fixed_point`).
 """
 
 from __future__ import annotations
@@ -52,10 +56,27 @@ def gate_values(
 def activate(gate: torch.Tensor, spec: FfnSpec) -> torch.Tensor:
     """Gate values -> the gate's factor of the activation, exactly 0 where it does not fire."""
     if spec.activation == "silu":
-        value = functional.silu(gate)
+        value = silu(gate) if spec.numerics == "deterministic" else functional.silu(gate)
         return torch.where(value.abs() > spec.threshold, value, torch.zeros_like(value))
     value = gate * gate if spec.activation == "relu2" else gate
     return torch.where(gate > spec.threshold, value, torch.zeros_like(value))
+
+
+def silu(gate: torch.Tensor) -> torch.Tensor:
+    """float32 silu from plain float64 operations in a stated order: the same bits in every kernel.
+
+    Libraries differ in the last bit of exp. Here e^-|g| is 2^k e^r with r in +-ln(2)/2, by
+    the first terms of its series; nothing may be fused or reordered.
+    """
+    wide = gate.double()
+    t = -wide.abs().clamp(max=150.0)
+    k = torch.floor(t * 1.4426950408889634 + 0.5)
+    r = (t - k * 0.6931471803691238) - k * 1.9082149292705877e-10  # ln(2), in two parts
+    p = torch.ones_like(r)
+    for n in range(13, 0, -1):
+        p = p * r / n + 1.0
+    p = p * ((k.long() + 1023) << 52).view(torch.float64)  # 2^k, exactly
+    return (wide * (torch.where(wide >= 0, 1.0, p) / (1.0 + p))).float()
 
 
 def ffn_union(
@@ -100,6 +121,15 @@ def ffn_union(
             fired[:, here] = fires
         _add_down(y, a, bundle[:, -1], spec)
     return y
+
+
+def code_dots(x: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
+    """x float32 [n_tokens, d] by int8 codes [n, d] -> float32 [n_tokens, n]: see `screening`."""
+    out = x.new_empty((x.shape[0], codes.shape[0]))
+    for start in range(0, codes.shape[0], 16 * CHUNK):
+        here = slice(start, start + 16 * CHUNK)
+        out[:, here] = functional.linear(x, codes[here].float())
+    return out
 
 
 def total(y: torch.Tensor) -> torch.Tensor:

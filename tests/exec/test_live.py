@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kairox_exec import live
-from kairox_exec.kernels import numba_cpu
+from kairox_exec.kernels import numba_rows
 from kairox_sim.costs import costs_for
 from kairox_sim.errors import KairoxError
 from kairox_sim.hardware import HardwareProfile, load_link, load_profile, scaled, with_link
@@ -130,12 +130,12 @@ def test_static_starts_with_its_prior_resident(tiny_reglu_dir: Path) -> None:
 def test_nothing_compiles_after_the_start(tiny_reglu_dir: Path, gating: str) -> None:
     settings = Settings(policy="lru", slots=50, gating=gating)
     runner = live.load(tiny_reglu_dir, settings, device="cpu")
-    compiled = [list(f.signatures) for f in (numba_cpu._gate_all, numba_cpu._ffn)]
+    compiled = [list(f.signatures) for f in (numba_rows.gates, numba_rows.union)]
     assert all(compiled)
     with runner.device, runner:
         for _ in runner.run([np.arange(36)], prefill=32):
             pass
-    assert [list(f.signatures) for f in (numba_cpu._gate_all, numba_cpu._ffn)] == compiled
+    assert [list(f.signatures) for f in (numba_rows.gates, numba_rows.union)] == compiled
 
 
 def test_names_of_the_catalogue_are_taken_at_their_word(
