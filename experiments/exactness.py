@@ -177,8 +177,8 @@ def _table(rows: list[Found]) -> str:
         "# Active neurons that gating missed, against the dense gate",
         "",
         "`python -m experiments.exactness`: measured on the shipped model. Within rounding: not",
-        "evaluated, and so close to the threshold that the order of the sum decides, or in fixed point",
-        "what is below its steps of 2^-40 (inputs of 1e-40 give gates of 1e-40, which are 0 there).",
+        "evaluated, and so close to the threshold that the order of the sum decides, or in",
+        "fixed point what is below its steps of 2^-40 (inputs of 1e-40 give gates as small).",
         "",
         "| gating | numerics | inputs | token-layers | active | evaluated | missed "
         "| within rounding | smallest margin |",
