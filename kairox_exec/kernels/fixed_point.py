@@ -121,7 +121,8 @@ class SumBounds:
 
 
 def _norms(stored: torch.Tensor, spec: FfnSpec) -> torch.Tensor:
-    return torch.linalg.vector_norm(decode(stored, spec.fmt).double(), dim=1)
+    norms: torch.Tensor = torch.linalg.vector_norm(decode(stored, spec.fmt).double(), dim=1)
+    return norms
 
 
 def _linear_factor(constant: torch.Tensor, slope: torch.Tensor) -> torch.Tensor:

@@ -13,10 +13,10 @@ Proof. Let u = 2^-24, d weights in a row, n = ||x||, W = ||w||, D = ||w - s q|| 
 1. Exactly, w.x = s (q.x) + (w - s q).x <= s (q.x) + D n, by Cauchy and Schwarz.
 2. A float32 sum of d products, in any order and any grouping, each product rounded or fused, is off
    by at most g sum|w_j x_j| <= g W n with g = d u / (1 - d u) (Higham, Accuracy and Stability of
-   Numerical Algorithms, 2nd ed., 3.1), plus 2 d 2^-126 (1 + W) where factors or
-   products are too small for float32, or flushed to zero: the gate of a fast kernel, or of float64, which errs less. A deterministic
-   kernel rounds each product (u W n in sum), cuts it at 2^-40 (d 2^-40 in sum) and rounds the sum
-   once (at most 2 u W n + d 2^-40): within the same bound.
+   Numerical Algorithms, 2nd ed., 3.1), plus 2 d 2^-126 (1 + W) where factors or products are
+   too small for float32, or flushed to zero: the gate of a fast kernel, or of float64, which errs
+   less. A deterministic kernel rounds each product (u W n in sum), cuts it at 2^-40 (d 2^-40 in
+   sum) and rounds the sum once (2 u W n + d 2^-40 at most): within the same bound.
    A scale applied to the sum instead of to each weight is one rounding more.
 3. q.x is itself such a float32 sum: s times its error is at most g s ||q|| n <= g (W + D) n.
 4. So E = D + g W + g (W + D), each computed in float64, and rounded up generously: the spare part,
