@@ -73,7 +73,6 @@ def _on(
         ForcedText([run["text"]], tokens=128, skip=run["calibration_skip"]),
         machine,
         model_as=base["model_as"],
-        numerics=wanted["numerics"],
         on_run=show,
     )
     print_calibration(calibration, calibration.dump(folder / "hw.toml"))

@@ -158,6 +158,7 @@ def fit_profile(
         decide_blocks_gpu=machine.decide_blocks_gpu,
         time_scale=machine.time_scale,
         calibrated_as=calibrated_as,
+        calibrated_numerics=costs.numerics,
         vram_bytes=machine.vram_bytes,
         vram_margin_bytes=machine.vram_margin_bytes,
         attention=op(lines["attention"]),

@@ -24,7 +24,7 @@ from kairox_sim.costs import CostModel, costs_for
 from kairox_sim.errors import KairoxError
 from kairox_sim.events import Event
 from kairox_sim.hardware import HardwareProfile, LinkProfile, scaled
-from kairox_sim.model import CATALOGUE, ModelShape, shape_from_config
+from kairox_sim.model import CATALOGUE, ModelShape, Numerics, shape_from_config
 from kairox_sim.policies import POLICIES
 from kairox_sim.settings import (
     Settings,
@@ -81,6 +81,7 @@ def emulated_profile(
     *,
     time_scale: float | None = None,
     link: LinkProfile | str | Path | None = None,
+    numerics: Numerics = "fast",
 ) -> HardwareProfile:
     """`emulate`, with `link` as its bus where given, slowed by `time_scale`.
 
@@ -96,6 +97,7 @@ def emulated_profile(
             trace_layers=shape.n_layers,
             trace_neurons=shape.n_neurons,
             predictor="lookahead",
+            numerics=numerics,
         )
         time_scale = max(1.0, float(math.ceil(LAYER_S / shortest_layer_s(costs))))
     return profile if time_scale == 1 else scaled(profile, time_scale)
@@ -125,6 +127,7 @@ def build_device(
     n_neurons: int,
     predictor: str = "lookahead",
     swap_neurons: int = 16,
+    numerics: Numerics = "fast",
 ) -> tuple[EmulatedDevice, CostModel | None]:
     """The device `name` for a model of `n_layers` x `n_neurons`, and what paces it (cpu: nothing).
 
@@ -143,7 +146,9 @@ def build_device(
     if emulate is None:
         raise KairoxError("device 'emulated' needs a profile to emulate, such as emu-pc1 or pc1")
     target = shape if model_as is None else shape_of(model_as)
-    profile = emulated_profile(emulate, target, gating, time_scale=time_scale, link=link)
+    profile = emulated_profile(
+        emulate, target, gating, time_scale=time_scale, link=link, numerics=numerics
+    )
     costs = costs_for(
         profile,
         target,
@@ -152,6 +157,7 @@ def build_device(
         trace_neurons=n_neurons,
         predictor=predictor,
         swap_neurons=swap_neurons,
+        numerics=numerics,
     )
     return EmulatedDevice(costs), costs
 
@@ -167,7 +173,10 @@ def profile_for(
     """`emulated_profile` for what `settings` charge: the model itself, or their stand-in."""
     shape = model_shape(model_dir)
     target = shape if settings.model_as is None else shape_of(settings.model_as)
-    return emulated_profile(emulate, target, settings.gating, time_scale=time_scale, link=link)
+    return emulated_profile(
+        emulate, target, settings.gating,
+        time_scale=time_scale, link=link, numerics=settings.numerics,
+    )  # fmt: skip
 
 
 def device_for(
@@ -197,6 +206,7 @@ def device_for(
         n_neurons=shape.n_neurons,
         predictor=predictor,
         swap_neurons=settings.swap_neurons,
+        numerics=settings.numerics,
     )
     if costs is not None and settings.groups is not None:
         device.costs = of_groups(costs, group_size(settings, shape.n_neurons))

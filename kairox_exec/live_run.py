@@ -25,7 +25,8 @@ from kairox_exec.runner import Ending
 from kairox_exec.text import encode_file, load_tokenizer, windows
 from kairox_sim.costs import costs_for
 from kairox_sim.errors import KairoxError
-from kairox_sim.hardware import HardwareProfile, Quantity, load_profile
+from kairox_sim.hardware import HardwareProfile, LinkProfile, Quantity, load_profile
+from kairox_sim.model import Numerics
 from kairox_sim.policies import POLICIES
 from kairox_sim.record import StepRecord
 from kairox_sim.settings import Settings, label, shape_of
@@ -66,14 +67,18 @@ class Machine:
 
     device: str  # "cpu" | "emulated"
     profile: HardwareProfile | None = None
+    numerics: Numerics = "fast"
 
     @property
     def label(self) -> str:
         """Emulated or measured, for every table."""
         if self.profile is None:
-            return f"measured on this machine's {self.device}"
+            return f"measured on this machine's {self.device}{self._kind()}"
         slowed = f"slowed {self.profile.time_scale:g} x"
-        return f"emulated {self.profile.name}, {slowed}"
+        return f"emulated {self.profile.name}, {slowed}{self._kind()}"
+
+    def _kind(self) -> str:
+        return "" if self.numerics == "fast" else f", {self.numerics}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,23 +166,30 @@ def machine_for(
     model_as: str | None = None,
     gating: str = "exact",
     time_scale: float | None = None,
+    link: LinkProfile | str | Path | None = None,
+    numerics: Numerics = "fast",
 ) -> Machine:
     """The machine of a set of runs: one pace for all its settings."""
     chosen = choose_device(device)
     if chosen == "cpu":
-        return Machine("cpu")
+        return Machine("cpu", numerics=numerics)
     if emulate is None:
         raise KairoxError("device 'emulated' needs a profile to emulate, such as emu-pc1 or pc1")
     target = model_shape(model_dir) if model_as is None else shape_of(model_as)
-    return Machine("emulated", emulated_profile(emulate, target, gating, time_scale=time_scale))
+    profile = emulated_profile(
+        emulate, target, gating, time_scale=time_scale, link=link, numerics=numerics
+    )
+    return Machine("emulated", profile, numerics)
 
 
-def calibration_settings(n_neurons: int, model_as: str | None = None) -> list[Settings]:
+def calibration_settings(
+    n_neurons: int, model_as: str | None = None, numerics: Numerics = "fast"
+) -> list[Settings]:
     """What calibration runs: every kind of op, and sizes that tell fixed costs from rates.
 
     No budget here is a round fraction, so that settings under test are hardly ever among them.
     """
-    common: dict[str, Any] = {"model_as": model_as}
+    common: dict[str, Any] = {"model_as": model_as, "numerics": numerics}
     return [
         Settings(policy="none", **common),
         Settings(policy="lru", slots=n_neurons * 3 // 13, **common),
@@ -206,7 +218,7 @@ def calibrate(
     machine could not keep its pace, or a kind of op is missing.
     """
     shape = model_shape(model_dir)
-    chosen = list(settings or calibration_settings(shape.n_neurons, model_as))
+    chosen = list(settings or calibration_settings(shape.n_neurons, model_as, machine.numerics))
     target = shape if model_as is None else shape_of(model_as)
     known = machine.profile if machine.profile is not None else _this_host()
     costs = costs_for(
@@ -216,6 +228,7 @@ def calibrate(
         trace_layers=shape.n_layers,
         trace_neurons=shape.n_neurons,
         predictor="lookahead",
+        numerics=machine.numerics,
     )
     sequences, runs = text.sequences(model_dir), []
     for at, setting in enumerate(chosen):

@@ -16,9 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kairox_sim.linking import reads
-from kairox_sim.model import ModelShape
+from kairox_sim.model import ModelShape, Numerics
 
-PARTIAL_SUM_BYTES = 4  # partial sums are exchanged in float32
+PARTIAL_SUM_BYTES = {"fast": 4, "deterministic": 8}  # exchanged in float32; in int64
 
 # How a swap becomes copies: gathered into one; one per bundle; one per matrix, whose rows of the
 # swap lie side by side; one per row of every bundle.
@@ -61,6 +61,7 @@ class CostModel:
 
     attention: PassCost
     gate: PassCost
+    look_ahead: PassCost  # the gate of the next layer, as a guess: always in float32
     low_rank: PassCost
     ffn_gpu: PassCost
     head: PassCost
@@ -83,6 +84,7 @@ class CostModel:
     decide_neurons: int  # neurons a plan goes over
     decide_blocks_gpu: bool
 
+    numerics: Numerics = "fast"
     copy_sync_s: float = 0.0  # a copy's share of the synchronisation that follows every so many
     handovers: int = 1  # of each layer-step with residual work: x down, partial sums back
     evaluated_share: float = 1.0  # of what is called evaluated: less than 1 where a router chooses
@@ -104,21 +106,21 @@ class CostModel:
         """
         if self.gating not in ("exact", "screened"):
             return 0.0
-        return self._gate_pass_s(n_tokens)
+        return self._gate_pass_s(self.gate, n_tokens)
 
     def predict_s(self, n_tokens: int) -> float:
         """One layer: the low-rank predictor, the gate pass that the look-ahead one is, or 0."""
         if self.predictor == "none":
             return 0.0
         if self.predictor == "lookahead":
-            return self._gate_pass_s(n_tokens)
+            return self._gate_pass_s(self.look_ahead, n_tokens)
         shape = self.shape
         return self.low_rank.seconds(shape.predictor_bytes, shape.predictor_flops * n_tokens)
 
-    def _gate_pass_s(self, n_tokens: int) -> float:
+    def _gate_pass_s(self, cost: PassCost, n_tokens: int) -> float:
         shape = self.shape
         n_bytes = shape.screen_bytes if self.gating == "screened" else shape.gate_bytes
-        return self.gate.seconds(n_bytes, shape.gate_flops * n_tokens)
+        return cost.seconds(n_bytes, shape.gate_flops * n_tokens)
 
     def head_s(self, n_tokens: int) -> float:
         """Once per step, for the tokens that get logits (1 in prefill): a layer's share of it each.
@@ -260,8 +262,8 @@ class CostModel:
         return self.d2h_copy_fixed_s + self.act_d2h_bytes(n_tokens) / self.d2h_bytes_per_s
 
     def act_h2d_bytes(self, n_tokens: int) -> float:
-        """The host's partial sums: n_tokens x d_model in float32."""
-        return float(n_tokens * self.shape.d_model * PARTIAL_SUM_BYTES)
+        """The host's partial sums: n_tokens x d_model in float32, or in int64."""
+        return float(n_tokens * self.shape.d_model * PARTIAL_SUM_BYTES[self.numerics])
 
     def act_h2d_s(self, n_tokens: int) -> float:
         """The partial sums alone on the link."""

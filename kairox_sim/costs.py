@@ -20,7 +20,7 @@ from kairox_sim.cost_model import (
 )
 from kairox_sim.errors import KairoxError
 from kairox_sim.memory import MemoryPlan, fits, max_layers, max_slots
-from kairox_sim.model import GATINGS, PREDICTORS, ModelShape
+from kairox_sim.model import GATINGS, PREDICTORS, ModelShape, Numerics
 
 if TYPE_CHECKING:  # the live path takes costs without pydantic
     from kairox_sim.hardware import HardwareProfile, Op
@@ -46,6 +46,7 @@ def costs_for(
     copies_per_sync: int | None = None,
     handovers: int = 1,
     position: NDArray[np.int32] | None = None,
+    numerics: Numerics = "fast",
 ) -> CostModel:
     """The costs of replaying a trace of `trace_layers` x `trace_neurons` as `shape` on `profile`.
 
@@ -60,7 +61,8 @@ def costs_for(
     device after so many copies, and each bears its share of that. handovers: merges per layer-step
     with residual work; the released Kairox code has two, before the activation and after the down
     projection (github.com/brothergiven/kairox.cpp). position: [trace_layers, trace_neurons] places
-    in host memory; each read of neighbours is a copy then.
+    in host memory; each read of neighbours is a copy then. numerics: deterministic passes take
+    longer by the ratios of the profile; a calibrated profile was made with one kind and is it.
     """
     if gating not in GATINGS:
         raise KairoxError(f"unknown gating {gating!r}; allowed: {', '.join(GATINGS)}")
@@ -94,9 +96,11 @@ def costs_for(
         _require_positions(position, trace_layers, trace_neurons, chosen)
     bundles_per_neuron = shape.n_neurons / trace_neurons
     gpu_flops_per_s = profile.gpu_flops_per_s.value
+    slower_gpu, slower_cpu = _slower_in(numerics, profile)
 
-    def on_gpu(op: Op) -> PassCost:
-        return PassCost(op.fixed_s.value, op.bytes_per_s.value, gpu_flops_per_s)
+    def on_gpu(op: Op, slower: float = 1.0) -> PassCost:
+        rate = op.bytes_per_s.value / slower
+        return PassCost(op.fixed_s.value, rate, gpu_flops_per_s / slower)
 
     return CostModel(
         shape=shape,
@@ -106,13 +110,14 @@ def costs_for(
         layers_ratio=trace_layers / shape.n_layers,
         swap_neurons=max(1, round(swap_neurons / bundles_per_neuron)),
         attention=on_gpu(profile.attention),
-        gate=on_gpu(profile.gate),
+        gate=on_gpu(profile.gate, slower_gpu),
+        look_ahead=on_gpu(profile.gate),
         low_rank=on_gpu(profile.predictor),
-        ffn_gpu=on_gpu(profile.ffn_gpu),
+        ffn_gpu=on_gpu(profile.ffn_gpu, slower_gpu),
         head=on_gpu(profile.head),
         cpu_fixed_s=profile.ffn_cpu.fixed_s.value,
-        cpu_cap_bytes_per_s=profile.ffn_cpu.bytes_per_s.value,
-        cpu_flops_per_s=profile.cpu_flops_per_s.value,
+        cpu_cap_bytes_per_s=profile.ffn_cpu.bytes_per_s.value / slower_cpu,
+        cpu_flops_per_s=profile.cpu_flops_per_s.value / slower_cpu,
         dram_bytes_per_s=profile.dram_bytes_per_s.value,
         bundle_bytes=shape.bundle_bytes(gating) * bundles_per_neuron,
         copies=chosen,
@@ -130,11 +135,34 @@ def costs_for(
         # over the model's own.
         decide_neurons=trace_neurons if profile.calibrated_as else shape.n_neurons,
         decide_blocks_gpu=profile.decide_blocks_gpu,
+        numerics=numerics,
         copy_sync_s=_copy_sync_s(profile, copies_per_sync),
         handovers=handovers,
         evaluated_share=_evaluated_share(shape, gating),
         position=position,
     )
+
+
+def _slower_in(numerics: Numerics, profile: HardwareProfile) -> tuple[float, float]:
+    """(GPU, CPU): how many times as long as the profile says the FFN's passes take."""
+    if profile.kind == "calibrated":
+        made_with = profile.calibrated_numerics or "fast"
+        if made_with != numerics:
+            raise KairoxError(
+                f"profile {profile.name!r} was calibrated with numerics {made_with!r} and is valid "
+                f"only with them, got {numerics!r}; calibrate again with --numerics {numerics}"
+            )
+        return 1.0, 1.0
+    if numerics == "fast":
+        return 1.0, 1.0
+    ratios = profile.deterministic
+    if ratios is None:
+        raise KairoxError(
+            f"profile {profile.name!r} does not say what numerics {numerics!r} cost: give it a "
+            "table [deterministic] with cpu_ratio and gpu_ratio, or calibrate with --numerics "
+            f"{numerics}"
+        )
+    return ratios.gpu_ratio.value, ratios.cpu_ratio.value
 
 
 def _copies(profile: HardwareProfile, asked: str | None) -> Copies:

@@ -18,6 +18,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from kairox_sim.bundled_toml import ModelT, bundled, is_path, read, validated
 from kairox_sim.errors import KairoxError
+from kairox_sim.model import Numerics
 
 _FROZEN = ConfigDict(frozen=True, extra="forbid")
 
@@ -78,6 +79,14 @@ class Decide(BaseModel):
     per_swap_s: Cost
 
 
+class Deterministic(BaseModel):
+    """How many times as long as in float32 a pass takes in fixed point, launching it left out."""
+
+    model_config = _FROZEN
+    cpu_ratio: Rate  # residual neurons
+    gpu_ratio: Rate  # the gate, and neurons in slots
+
+
 def _has_default(table: dict[str, Decide]) -> dict[str, Decide]:
     if "default" not in table:
         raise ValueError("needs an entry 'default', for policy classes that have none")
@@ -123,6 +132,7 @@ class HardwareProfile(BaseModel):
     decide_blocks_gpu: bool = Field(strict=True)  # the planning thread also feeds the GPU
     time_scale: float = Field(default=1.0, gt=0, allow_inf_nan=False)  # provenance only
     calibrated_as: str | None = None  # the stand-in's target the calibration was made with
+    calibrated_numerics: Numerics | None = None  # and the numerics; it is valid with no others
 
     vram_bytes: Rate
     vram_margin_bytes: Cost  # context, workspaces, display
@@ -141,6 +151,7 @@ class HardwareProfile(BaseModel):
     d2h: Link
     handover_fixed_s: Cost  # waking the side that waits, once each way
     decide: Annotated[dict[str, Decide], AfterValidator(_has_default)]  # by policy class
+    deterministic: Deterministic | None = None  # None: not known
 
 
 _PROFILES = "profiles"

@@ -146,6 +146,7 @@ def costs_of(
         copies=settings.copies,
         copies_per_sync=settings.copies_per_sync,
         handovers=settings.handovers,
+        numerics=settings.numerics,
         position=policy.position if isinstance(policy, Linked) else None,
     )
     return costs if settings.groups is None else of_groups(costs, cache.swap_neurons)

@@ -74,6 +74,7 @@ def test_every_bundled_file(path: Path, tmp_path: Path) -> None:
     numbers = dict(quantities(profile))
     if path.parent.name == "profiles":
         optional = {"h2d.sync_fixed_s", "d2h.sync_fixed_s", "dram_peak_bytes_per_s"}
+        optional |= {"deterministic.cpu_ratio", "deterministic.gpu_ratio"}
         assert len(numbers.keys() - optional) == 23 + 3 * len(profile.decide)
     else:
         assert len(numbers) == {"gpus": 3, "cpus": 4, "links": 5}[path.parent.name]
@@ -226,6 +227,7 @@ def test_scaled_by_hand() -> None:
     assert slow.h2d.bytes_per_s.source.endswith("slowed by time_scale 4")
     before, after = dict(quantities(pc1)), dict(quantities(slow))
     same = {"vram_bytes", "vram_margin_bytes", "copies_per_bundle"}
+    same |= {"deterministic.cpu_ratio", "deterministic.gpu_ratio"}
     for key, quantity in before.items():
         if key in same or key.startswith("decide."):
             assert after[key] == quantity

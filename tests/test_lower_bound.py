@@ -281,7 +281,8 @@ def by_hand(**changes) -> tuple[Trace, MemoryPlan, object]:
     op = PassCost(0.0, 100e9, float("inf"))
     costs = replace(
         toy_costs(cpu_cap=4, h2d=3, dram=5, gating=changes.pop("gating", "exact")),
-        attention=op, gate=op, low_rank=op, ffn_gpu=op, head=op, predictor="lookahead",
+        attention=op, gate=op, look_ahead=op, low_rank=op, ffn_gpu=op, head=op,
+        predictor="lookahead",
     )  # fmt: skip
     parts = {
         "attention": 1600, "head": 160, "predictor": 0, "gate": 320, "kv": 240, "slots": 80,

@@ -91,6 +91,7 @@ def costs(
         swap_neurons=swap_neurons,
         attention=fixed(attention),
         gate=fixed(gate),
+        look_ahead=fixed(gate),
         low_rank=fixed(predict),
         ffn_gpu=PassCost(ffn * NS, ffn_rate * PER_NS, ffn_flops_per_ns * PER_NS),
         head=PassCost(head * NS, inf, head_flops_per_ns * PER_NS),
