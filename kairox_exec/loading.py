@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from kairox_exec.families import family_of, set_threshold, threshold_of
+from kairox_exec.activations import BUILT_WITH, use_rule
+from kairox_exec.families import Family, Rule, family_of, rule_of
 from kairox_sim.errors import KairoxError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -21,19 +23,28 @@ def load_dense(
     *,
     dtype: str = "float32",
     fatrelu_threshold: float | None = None,
+    thresholds: Sequence[float] | None = None,
 ) -> tuple[nn.Module, Any]:
     """The plain transformers model on the CPU, in `dtype`, and its config. Local files only.
 
-    transformers has no FATReLU: such a model is built with ReLU and its activation modules are
-    replaced, so the returned model computes the dense FATReLU output. The returned config names
-    "relu" and carries the resolved `fatrelu_threshold`.
+    thresholds: of `sparsify`, one a layer, for a dense SwiGLU model. The returned model computes
+    the dense output of its rule (`families.rule_of`), also where transformers has no such
+    activation, and the returned config carries that rule.
     """
     directory = Path(model_dir)
     raw = read_config(directory)
-    family = family_of(raw)
-    threshold = threshold_of(raw, fatrelu_threshold)
+    family = family_of(raw, thresholds=thresholds)
+    rule = rule_of(raw, fatrelu_threshold=fatrelu_threshold, thresholds=thresholds)
     weight_files(directory)
+    config = config_for(directory, raw, family, rule)
+    model = _read_weights(directory, config, DTYPES[dtype])
+    model.eval().requires_grad_(False)
+    use_rule(model, family, rule)
+    return model, config
 
+
+def config_for(directory: Path, raw: dict[str, Any], family: Family, rule: Rule) -> Any:
+    """The transformers config of a model directory; it carries the rule for `rule_of`."""
     from huggingface_hub.errors import StrictDataclassError
     from transformers import CONFIG_MAPPING, AutoConfig
 
@@ -42,19 +53,21 @@ def load_dense(
         for key, value in raw.items()
         if key not in ("model_type", "auto_map", "dtype", "torch_dtype")
     }
-    values |= {family.activation_key: "relu", "fatrelu_threshold": threshold}
+    silu = rule.activation == "silu"
+    values |= {
+        family.activation_key: BUILT_WITH[rule.activation],
+        "ffn_activation": rule.activation,
+        "fatrelu_threshold": 0.0 if silu else rule.thresholds[0],
+        "silu_thresholds": list(rule.thresholds) if silu else None,
+    }
     model_type = raw["model_type"]
     try:
-        config = AutoConfig.for_model(
-            model_type if model_type in CONFIG_MAPPING else family.model_types[0], **values
+        return AutoConfig.for_model(
+            model_type if model_type in CONFIG_MAPPING else family.loads_as, **values
         )
     except (StrictDataclassError, ValueError, TypeError) as error:
         reason = " ".join(str(error).split())
         raise KairoxError(f"{directory / 'config.json'}: {reason}") from error
-    model = _read_weights(directory, config, DTYPES[dtype])
-    model.eval().requires_grad_(False)
-    set_threshold(model, family, threshold)
-    return model, config
 
 
 def _read_weights(directory: Path, config: Any, dtype: torch.dtype) -> nn.Module:

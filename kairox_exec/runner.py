@@ -21,7 +21,7 @@ from torch import nn
 
 from kairox_exec.compiled import uncompiled
 from kairox_exec.device import Device
-from kairox_exec.families import Family, family_of, threshold_of
+from kairox_exec.families import Family, family_of, rule_of
 from kairox_exec.ffn import LivePipeline
 from kairox_exec.ffn_spec import Numerics
 from kairox_exec.formats import Format
@@ -68,10 +68,13 @@ def load(
     device: Device,
     *,
     fatrelu_threshold: float | None = None,
+    thresholds: Sequence[float] | None = None,
     **how: Any,
 ) -> Runner:
     """Load a model directory (local files only) and put hybrid FFNs in. See `attach`."""
-    model, config = load_dense(model_dir, fatrelu_threshold=fatrelu_threshold)
+    model, config = load_dense(
+        model_dir, fatrelu_threshold=fatrelu_threshold, thresholds=thresholds
+    )
     return attach(model, config, build_cache, device, **how)
 
 
@@ -92,11 +95,13 @@ def attach(
     """
     model = uncompiled(model)
     family = family_of(config)
+    rule = rule_of(config)
     bundles = bundle_model(
         model,
         family,
         gating=gating,
-        threshold=threshold_of(config),
+        threshold=rule.thresholds,
+        activation=rule.activation,
         fmt=weights,
         numerics=numerics,
     )
@@ -181,6 +186,7 @@ class Runner:
         self._open: list[Op] = []  # ops that reached beyond the step in which they were logged
         self._seq = self._step = 0
         self._kv_name = kv_argument(model)
+        self.exact = pipeline.bundles[0].gating != "predicted"
         costs = self.device.costs
         self._load_bytes = pipeline.bundles[0].bundle_bytes if costs is None else costs.bundle_bytes
 
@@ -319,6 +325,7 @@ class Runner:
             phase=step.phase,
             n_tokens=step.n_tokens,
             context_len=step.context_len,
+            exact=self.exact,
             wall_s=(ended_ns - began_ns) / NS,
             gpu_busy_s=busy("gpu"),
             cpu_busy_s=busy("cpu"),

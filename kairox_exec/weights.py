@@ -8,6 +8,7 @@ column lie next to each other, so that one neuron is one contiguous copy.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -115,24 +116,26 @@ def bundle_model(
     family: Family,
     *,
     gating: str,
-    threshold: float,
+    threshold: float | Sequence[float],
     activation: Activation = "relu",
     fmt: Format = "float32",
     numerics: Numerics = "fast",
 ) -> list[NeuronBundles]:
-    """Bundles of every layer, first to last."""
+    """Bundles of every layer, first to last. threshold: of all layers, or one a layer."""
+    layers = decoder_layers(model, family)
+    each = [threshold] * len(layers) if isinstance(threshold, int | float) else threshold
     return [
         bundle_layer(
             module,
             family,
             layer=i,
             gating=gating,
-            threshold=threshold,
+            threshold=own,
             activation=activation,
             fmt=fmt,
             numerics=numerics,
         )
-        for i, module in enumerate(decoder_layers(model, family))
+        for i, (module, own) in enumerate(zip(layers, each, strict=True))
     ]
 
 
