@@ -24,7 +24,7 @@ from kairox_sim.costs import CostModel, costs_for
 from kairox_sim.errors import KairoxError
 from kairox_sim.events import Event
 from kairox_sim.hardware import HardwareProfile, LinkProfile, scaled
-from kairox_sim.model import CATALOGUE, ModelShape, Numerics, shape_from_config
+from kairox_sim.model import CATALOGUE, ModelShape, Numerics
 from kairox_sim.policies import POLICIES
 from kairox_sim.settings import (
     Settings,
@@ -34,6 +34,7 @@ from kairox_sim.settings import (
     predictor_of,
     shape_of,
 )
+from kairox_sim.shape_config import shape_from_config
 from kairox_sim.simulation import machine, of_groups
 from kairox_sim.trace import Trace
 

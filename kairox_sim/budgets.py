@@ -11,11 +11,12 @@ import numpy as np
 from kairox_sim.errors import KairoxError
 from kairox_sim.hardware import HardwareProfile
 from kairox_sim.memory import max_layers, max_slots
-from kairox_sim.model import ModelShape, find_shape, shape_from_config
+from kairox_sim.model import ModelShape, find_shape
 from kairox_sim.placement import whole_layers
 from kairox_sim.policies import POLICIES
 from kairox_sim.settings_file import Settings
 from kairox_sim.settings_rules import predictor_of
+from kairox_sim.shape_config import shape_from_config
 from kairox_sim.trace import Trace
 from kairox_sim.trace_stats import counts
 from kairox_sim.units import is_size, parse_bytes

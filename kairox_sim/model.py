@@ -10,9 +10,9 @@ on both sides and never moves. The bias of `fc2` is added once, where the partia
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import numpy as np
 
@@ -48,11 +48,12 @@ class ModelShape:
     vocab: int
     gated: bool  # gate, up and down rows; otherwise fc1 and fc2
     activation: str  # drelu: ReLU of both gate and up; relu2: squared
-    activation_threshold: float  # fires when the pre-activation exceeds this
+    activation_threshold: float  # fires when the pre-activation exceeds this; silu: its magnitude
     bytes_per_weight: float  # as run; below 2 the weights are quantised, in blocks of 32
     tied_embedding: bool  # the head is the embedding table
     predictor_rank: int | None  # of a published one, d_model -> rank -> n_neurons; None: unknown
     relu_sparse: bool = True  # silent neurons give exactly zero
+    approximate: bool = False  # they do not, and a threshold leaves them out all the same
     kv_bytes_per_value: float | None = None  # keys and values; None: `value_bytes`
     n_experts: int = 1
     experts_per_token: int = 1
@@ -86,7 +87,7 @@ class ModelShape:
                 "or None where no predictor is published"
             )
         if self.relu_sparse and self.activation not in RELU_LIKE:
-            raise KairoxError(_not_relu_like(self.name, self.activation))
+            raise KairoxError(not_relu_like(self.name, self.activation))
         if self.activation in ("relu", "relu2", "drelu") and self.activation_threshold != 0:
             raise KairoxError(
                 f"model {self.name!r}: {self.activation} fires above 0, got a threshold of "
@@ -264,92 +265,12 @@ def _check_predictor(predictor: str) -> None:
         raise KairoxError(f"unknown predictor {predictor!r}; allowed: {', '.join(PREDICTORS)}")
 
 
-def _not_relu_like(name: str, activation: str) -> str:
+def not_relu_like(name: str, activation: str) -> str:
+    """What to say of a model whose silent neurons are not zero."""
     return (
         f"model {name!r}: activation {activation!r} is not ReLU-like: its silent neurons are not "
         f"exactly zero; allowed: {', '.join(RELU_LIKE)}. Use a ReLU version of the model"
     )
-
-
-# Configurations whose FFN is down(act(gate(x)) * up(x)) and whose attention is Llama's.
-LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3", "sparsellama")
-_DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
-
-
-def shape_from_config(
-    config: Mapping[str, Any],
-    *,
-    name: str | None = None,
-    bytes_per_weight: float | None = None,
-    activation_threshold: float | None = None,
-    predictor_rank: int | None = None,
-    source: str = "config.json",
-) -> ModelShape:
-    """The shape a Hugging Face config.json describes: Llama-like gated models, and OPT.
-
-    `bytes_per_weight` defaults to the file's dtype; pass it when the model runs in another one.
-    `activation_threshold` overrides the file's (0 for ReLU). Raises KairoxError for anything else.
-    """
-    family = str(config.get("model_type", "(none given)"))
-    label = name or str(config.get("_name_or_path") or family)
-    if family == "opt":
-        gated, act_key, ffn_key = False, "activation_function", "ffn_dim"
-        kv_default: int | None = None
-        tied_default = True
-        projected = config.get("word_embed_proj_dim", config.get("hidden_size"))
-        if projected != config.get("hidden_size"):
-            raise KairoxError(
-                f"model {label!r}: word_embed_proj_dim {projected} differs from hidden_size "
-                f"{config.get('hidden_size')}; such OPT models (350M) are not supported"
-            )
-    elif family in LLAMA_LIKE:
-        gated, act_key, ffn_key = True, "hidden_act", "intermediate_size"
-        kv_default = config.get("num_key_value_heads")
-        tied_default = False
-    else:
-        raise KairoxError(
-            f"model {label!r}: model_type {family!r} is not known; allowed: "
-            f"{', '.join((*LLAMA_LIKE, 'opt'))}"
-        )
-    activation = str(_need(config, act_key, label))
-    if activation not in RELU_LIKE:
-        raise KairoxError(_not_relu_like(label, activation))
-    threshold = activation_threshold
-    if threshold is None:
-        threshold = float(config.get("hidden_act_param") or 0.0) if activation == "fatrelu" else 0.0
-    if bytes_per_weight is None:
-        dtype = str(config.get("dtype") or config.get("torch_dtype") or "(none given)")
-        if dtype not in _DTYPE_BYTES:
-            raise KairoxError(
-                f"model {label!r}: dtype {dtype!r}; allowed: {', '.join(_DTYPE_BYTES)}, "
-                "or pass bytes_per_weight"
-            )
-        bytes_per_weight = _DTYPE_BYTES[dtype]
-    d_model = int(_need(config, "hidden_size", label))
-    n_heads = int(_need(config, "num_attention_heads", label))
-    return ModelShape(
-        name=label,
-        n_layers=int(_need(config, "num_hidden_layers", label)),
-        d_model=d_model,
-        n_neurons=int(_need(config, ffn_key, label)),
-        n_heads=n_heads,
-        n_kv_heads=int(kv_default or n_heads),
-        head_dim=int(config.get("head_dim") or d_model // n_heads),
-        vocab=int(_need(config, "vocab_size", label)),
-        gated=gated,
-        activation=activation,
-        activation_threshold=threshold,
-        bytes_per_weight=bytes_per_weight,
-        tied_embedding=bool(config.get("tie_word_embeddings", tied_default)),
-        predictor_rank=predictor_rank,
-        source=source,
-    )
-
-
-def _need(config: Mapping[str, Any], key: str, label: str) -> Any:
-    if config.get(key) is None:
-        raise KairoxError(f"model {label!r}: its config.json has no {key!r}")
-    return config[key]
 
 
 def mean_slots(slots: int | Sequence[int]) -> float:
@@ -393,9 +314,12 @@ def quantised(shape: ModelShape, kind: str) -> ModelShape:
 
 
 def require_sparse(shape: ModelShape, gating: str) -> None:
-    """Raises KairoxError unless silent neurons of `shape` are exactly zero, or all are computed."""
+    """Raises KairoxError unless silent neurons of `shape` are exactly zero, or all are computed.
+
+    Or unless a threshold was set for them, which the shape then says.
+    """
     _check_gating(gating)
-    if not shape.relu_sparse and gating != "dense":
+    if not (shape.relu_sparse or shape.approximate) and gating != "dense":
         raise KairoxError(
             f"model {shape.name!r} is not ReLU-sparse: with {shape.activation!r} its silent "
             f"neurons are not zero, and gating {gating!r} would leave them out. Use gating "

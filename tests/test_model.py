@@ -1,9 +1,6 @@
 """Bytes of real arrays, shapes from configuration files, and what is refused."""
 
-import json
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,27 +15,11 @@ from kairox_sim.model import (
     ModelShape,
     find_shape,
     mean_slots,
-    shape_from_config,
 )
 
 PROSPARSE = CATALOGUE["prosparse-7b"]
 OPT = CATALOGUE["opt-6.7b"]
 TINY = CATALOGUE["tiny-reglu"]
-TINY_CONFIG = Path(__file__).parents[1] / "experiments/models/tiny-reglu/config.json"
-
-# The configuration of SparseLLM/prosparse-llama-2-7b on Hugging Face, the keys that matter here.
-PROSPARSE_CONFIG: dict[str, Any] = {
-    "model_type": "sparsellama", "hidden_act": "fatrelu", "hidden_act_param": 0.01,
-    "hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32,
-    "num_hidden_layers": 32, "num_key_value_heads": 32, "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16", "vocab_size": 32000,
-}  # fmt: skip
-# facebook/opt-6.7b.
-OPT_CONFIG: dict[str, Any] = {
-    "model_type": "opt", "activation_function": "relu", "hidden_size": 4096, "ffn_dim": 16384,
-    "num_attention_heads": 32, "num_hidden_layers": 32, "torch_dtype": "float16",
-    "vocab_size": 50272, "word_embed_proj_dim": 4096,
-}  # fmt: skip
 
 
 def nbytes(*arrays: np.ndarray) -> int:
@@ -137,47 +118,6 @@ def test_everything_resident_is_every_weight() -> None:
         total = TINY.device_bytes(gating, TINY.n_neurons, 0, predictor="none")
         layer = TINY.attention_bytes + TINY.n_neurons * TINY.neuron_bytes
         assert total == TINY.n_layers * layer + TINY.embedding_bytes
-
-
-def test_config_gives_the_catalogue_entries() -> None:
-    config = json.loads(TINY_CONFIG.read_text(encoding="utf-8"))
-    for entry, its_config in ((PROSPARSE, PROSPARSE_CONFIG), (OPT, OPT_CONFIG), (TINY, config)):
-        shape = shape_from_config(
-            its_config, name=entry.name, source=entry.source, predictor_rank=entry.predictor_rank,
-            bytes_per_weight=entry.bytes_per_weight if entry is TINY else None,
-        )  # fmt: skip
-        # what no config.json says
-        published = {"active_share": None, "predicted_share": None, "share_source": ""}
-        assert shape == replace(entry, **published)
-    assert shape_from_config(config).bytes_per_weight == 2  # as the file has it
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"hidden_act": "silu"}, ["silu", "relu, fatrelu, relu2"]),
-        ({"hidden_act": "gelu_new"}, ["gelu_new"]),
-        ({"hidden_act_param": None}, ["fatrelu", "threshold above 0"]),
-        ({"hidden_act": "shiftrelu"}, ["shiftrelu"]),
-        ({"model_type": "falcon"}, ["falcon", "llama", "opt"]),
-        ({"torch_dtype": "int8"}, ["int8", "bytes_per_weight"]),
-        ({"intermediate_size": None}, ["intermediate_size"]),
-        ({"vocab_size": 0}, ["vocab is 0"]),
-    ],
-)
-def test_config_refused(change: dict[str, Any], words: list[str]) -> None:
-    with pytest.raises(KairoxError) as error:
-        shape_from_config({**PROSPARSE_CONFIG, **change}, name="a-model")
-    assert "a-model" in str(error.value)
-    for word in words:
-        assert word in str(error.value)
-
-
-def test_opt_refused() -> None:
-    with pytest.raises(KairoxError, match="350M"):
-        shape_from_config({**OPT_CONFIG, "word_embed_proj_dim": 512})
-    with pytest.raises(KairoxError, match="gelu"):
-        shape_from_config({**OPT_CONFIG, "activation_function": "gelu"})
 
 
 def test_shape_refused() -> None:
