@@ -193,6 +193,11 @@ class Runner:
     def __enter__(self) -> Self:
         return self
 
+    @property
+    def exactness(self) -> str:
+        """What is promised of the neurons that are computed, for labels."""
+        return "exact" if self.exact else "lossy: only what is predicted is computed"
+
     def __exit__(
         self,
         kind: type[BaseException] | None,

@@ -55,7 +55,7 @@ _BATCH, _CRC = b"kairox.batch", b"kairox.crc32"
 _END = b"\xff\xff\xff\xff\x00\x00\x00\x00"  # what a closed Arrow stream ends with
 _OPTIONS = ipc.IpcWriteOptions(compression=pa.Codec("zstd", compression_level=1))
 
-_ARROW_OF = {"int": pa.int64(), "float": pa.float64(), "str": pa.string()}
+_ARROW_OF = {"int": pa.int64(), "float": pa.float64(), "str": pa.string(), "bool": pa.bool_()}
 _RECORD = {f.name: _ARROW_OF[str(f.type)] for f in fields(StepRecord)}
 _KNOBS = {
     "threshold_scale": pa.float64(),

@@ -117,7 +117,7 @@ class RunResult:
         evaluated = hit_on_time + fetched + residual;
         loads = used + wasted + cancelled + unused_yet.
         """
-        of = {name: float(self.steps[name].sum(skipna=False)) for name in STEP_COLUMNS[15:-1]}
+        of = {name: float(self.steps[name].sum(skipna=False)) for name in STEP_COLUMNS[16:-1]}
         of["used"] = of["loads_used_first"]
         of["cancelled"] += self.cancelled_at_end
         of["unused_yet"] = float(self.unused_yet)
@@ -140,9 +140,14 @@ def steps_frame(records: Sequence[StepRecord]) -> pd.DataFrame:
     """StepRecords as a table, one row each; the columns are there even without rows."""
     frame = pd.DataFrame([astuple(r) for r in records], columns=list(STEP_COLUMNS))
     whole = ["seq", "step", "n_tokens", "context_len"]
-    numbers = [c for c in STEP_COLUMNS if c not in (*whole, "phase")]
+    numbers = [c for c in STEP_COLUMNS if c not in (*whole, "phase", "exact")]
     return frame.astype(
-        {**dict.fromkeys(whole, "int64"), **dict.fromkeys(numbers, "float64"), "phase": "str"}
+        {
+            **dict.fromkeys(whole, "int64"),
+            **dict.fromkeys(numbers, "float64"),
+            "phase": "str",
+            "exact": "bool",
+        }
     )
 
 
@@ -161,7 +166,7 @@ def summarise(
     steps = records if isinstance(records, pd.DataFrame) else steps_frame(records)
     decode = steps[steps["phase"] == "decode"].iloc[warmup:]
     n = len(decode)
-    column = {name: decode[name].to_numpy(np.float64) for name in STEP_COLUMNS[5:]}
+    column = {name: decode[name].to_numpy(np.float64) for name in STEP_COLUMNS[6:]}
     total = {name: float(values.sum()) for name, values in column.items()}  # nan where unknown
     wall_s = column["wall_s"]
     tok_s = _ratio(n, total["wall_s"])

@@ -50,6 +50,7 @@ class StepRecord:
     phase: str  # "prefill" | "decode"
     n_tokens: int
     context_len: int  # tokens in the KV cache after this step
+    exact: bool  # False: neurons that the model would have fired may be missing (lossy gating)
     wall_s: float
     gpu_busy_s: float  # T_gpu: union of GPU work inside the step
     cpu_busy_s: float  # T_cpu: union of the pool's work on residual rows
@@ -88,5 +89,6 @@ class StepRecord:
     def with_unknown(cls, **known: Any) -> StepRecord:
         """A record whose numeric fields are nan except the ones given."""
         blank: dict[str, Any] = {f.name: nan for f in fields(cls)}
-        blank |= {"seq": 0, "step": 0, "phase": "decode", "n_tokens": 1, "context_len": 0}
+        blank |= {"seq": 0, "step": 0, "phase": "decode", "n_tokens": 1}
+        blank |= {"context_len": 0, "exact": True}
         return cls(**(blank | known))

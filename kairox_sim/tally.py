@@ -63,6 +63,7 @@ def record_of(
         phase=step.phase,
         n_tokens=step.n_tokens,
         context_len=context_len,
+        exact=costs.gating != "predicted",
         wall_s=wall_ns / NS,
         gpu_busy_s=tally.gpu / NS,
         cpu_busy_s=tally.cpu / NS,

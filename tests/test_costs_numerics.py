@@ -1,4 +1,4 @@
-"""What fixed-point sums cost: ratios of a profile, wider partial sums, and which profile is valid."""
+"""What fixed-point sums cost: ratios of a profile, wider partial sums, which profile is valid."""
 
 from dataclasses import replace
 
