@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from kairox_exec.emulated import EmulatedDevice
+from kairox_exec.gating import LOSSLESS
 from kairox_exec.kernels import Kernels, torch_ref
 from kairox_exec.layer_step import LayerStep
 from kairox_exec.loading import load_dense, model_sha256, read_config
@@ -250,6 +251,7 @@ def start(
         lambda n_layers, n_neurons: cache,
         device,
         gating=settings.gating,
+        numerics=settings.numerics,
         trigger=settings.trigger,
         late=settings.late,
         look_ahead=settings.predictor != "none",
@@ -332,8 +334,7 @@ def _require_built(settings: Settings) -> None:
     said = [
         f"{key} {getattr(settings, key)!r} (allowed: {allowed})"
         for key, allowed, runs in (
-            ("gating", "exact, oracle", settings.gating in ("exact", "oracle")),
-            ("numerics", "fast", settings.numerics == "fast"),
+            ("gating", "exact, oracle, screened", settings.gating in LOSSLESS),
             (
                 "predictor",
                 "lookahead, none",

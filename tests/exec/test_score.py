@@ -83,7 +83,7 @@ def test_the_hash_is_one_for_every_placement_under_deterministic_numerics_only(
 @pytest.mark.parametrize(
     ("cut", "said"),
     [
-        ({"tokens": 8, "prefill": 8, "window": 40}, "nothing to score|more"),
+        ({"tokens": 8, "prefill": 8, "window": 40}, "prefill 8 uses up"),
         ({"tokens": 40, "prefill": 0, "window": 40}, "prefill must be 1 or more"),
     ],
 )
