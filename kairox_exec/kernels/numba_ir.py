@@ -50,7 +50,9 @@ def prefetch(b: ir.IRBuilder, address: ir.Value, n_bytes: int) -> None:
     function = cgutils.get_or_insert_function(b.module, kind, "llvm.prefetch.p0")
     for line in range(0, n_bytes, _CACHE_LINE_BYTES):
         at = b.inttoptr(plus(b, address, line), pointer)
-        b.call(function, [at, I32(0), I32(3), I32(1)])  # to read, keep in every cache, data
+        b.call(
+            function, [at, I32(0), I32(2), I32(1)]
+        )  # to read, not into L1 (x and y are there), data
 
 
 def sum_lanes(b: ir.IRBuilder, value: ir.Value) -> ir.Value:

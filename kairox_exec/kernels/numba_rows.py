@@ -7,7 +7,7 @@ other rows of the call, not on whether the row was decoded beforehand, not on th
 LLVM splits the vectors into what the machine has (AVX-512, AVX2, NEON).
 
 Arrays are passed as addresses: one compiled function serves every format, shape and stride.
-The loops run up to `ahead`, the address of the row that is read next: random rows defeat the
+While a loop reads its row it asks for the lines of another, `ahead`, that is read soon: random rows defeat the
 hardware's prefetcher, which also stops at every page of 4 KiB.
 
 Fixed point: a float32 product is rounded once, times 2^40, cut to int64 and added. None of these
@@ -248,6 +248,8 @@ RAW = len(ACTIVATIONS)  # no activation
 
 # y += factor * row for one row, or four: y is then read and written once.
 AT_ONCE = 4
+# Neurons between the one that is read and the one that is asked for from memory.
+AHEAD = 4
 _add_row, _add_rows = _adds_rows(1, False), _adds_rows(AT_ONCE, False)
 _add_row_fixed, _add_rows_fixed = _adds_rows(1, True), _adds_rows(AT_ONCE, True)
 
@@ -389,7 +391,7 @@ def union(
                     ahead = bundle + n_rows * row_bytes
                 else:
                     bundle = rows + index[i] * place_stride
-                    ahead = rows + index[min(i + 1, n - 1)] * place_stride
+                    ahead = rows + index[min(i + AHEAD, n - 1)] * place_stride
                 up, down = (n_rows - 2) * row_bytes, (n_rows - 1) * row_bytes
                 if act_given:
                     a = act[t, i]
