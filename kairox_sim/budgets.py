@@ -11,7 +11,7 @@ import numpy as np
 from kairox_sim.errors import KairoxError
 from kairox_sim.hardware import HardwareProfile
 from kairox_sim.memory import max_layers, max_slots
-from kairox_sim.model import ModelShape, find_shape
+from kairox_sim.model import ModelShape, find_shape, with_ffn_weights
 from kairox_sim.placement import whole_layers
 from kairox_sim.policies import POLICIES
 from kairox_sim.settings_file import Settings
@@ -41,6 +41,8 @@ def slots_per_layer(
         return [n_neurons] * n_layers
     if fills == "none":
         return [0] * n_layers
+    if slots is None and settings.vram is not None:
+        slots = "vram"
     if slots is None:
         return [n_neurons // 4] * n_layers
     if isinstance(slots, int):
@@ -76,7 +78,7 @@ def _what_fits(
     profile: HardwareProfile | None,
     context_len: int | None,
 ) -> list[int]:
-    target = shape if settings.model_as is None else shape_of(settings.model_as)
+    target = target_of(settings, shape)
     n_of_model = n_layers if target is None else target.n_layers
     _, _, asked = rule.partition(":")
     if asked:
@@ -99,7 +101,7 @@ def _what_fits(
 
 
 def _slots_in(n_bytes: int, settings: Settings, n_neurons: int, shape: ModelShape | None) -> int:
-    target = shape if settings.model_as is None else shape_of(settings.model_as)
+    target = target_of(settings, shape)
     if target is None:
         raise KairoxError(
             f"slots {settings.slots!r} is a size, and the model whose bytes count is not known; "
@@ -133,6 +135,17 @@ def share_by_density(mean_slots: int, prior: Trace) -> list[int]:
     order = np.argsort(-(given - whole), kind="stable")
     whole[order[: int(total - whole.sum())]] += 1
     return [int(w) for w in whole]
+
+
+def target_of(settings: Settings, own: ModelShape | None) -> ModelShape | None:
+    """The model whose bytes count: `own` or what stands in for it, its FFN rows as they are kept.
+
+    None where neither is known.
+    """
+    target = own if settings.model_as is None else shape_of(settings.model_as)
+    if target is None or settings.weights is None:
+        return target
+    return with_ffn_weights(target, settings.weights)
 
 
 def shape_of(name_or_path: str) -> ModelShape:

@@ -261,6 +261,12 @@ def with_margin(profile: HardwareProfile, margin_bytes: float, why: str) -> Hard
     return profile.model_copy(update={"vram_margin_bytes": margin})
 
 
+def with_vram(profile: HardwareProfile, vram_bytes: float) -> HardwareProfile:
+    """The same machine with so much device memory, its margin included."""
+    vram = Quantity(value=float(vram_bytes), source="given: in place of the machine's own")
+    return profile.model_copy(update={"vram_bytes": vram})
+
+
 _SCALED = (
     "gpu_flops_per_s", "cpu_flops_per_s", "dram_bytes_per_s", "dram_peak_bytes_per_s",
     "handover_fixed_s",

@@ -32,6 +32,7 @@ RELU_LIKE = ("relu", "fatrelu", "relu2", "drelu")
 # Bytes per weight: ggml's blocks of 32 weights are 34 bytes (Q8_0) and 18 (Q4_0).
 QUANT_BLOCK = 32
 WEIGHT_BYTES = {"float16": 2.0, "q8_0": 34 / QUANT_BLOCK, "q4_0": 18 / QUANT_BLOCK}
+INT8_SCALE_BYTES = 4  # a row of int8 has one float32 scale
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +56,7 @@ class ModelShape:
     relu_sparse: bool = True  # silent neurons give exactly zero
     approximate: bool = False  # they do not, and a threshold leaves them out all the same
     kv_bytes_per_value: float | None = None  # keys and values; None: `value_bytes`
+    ffn_bytes_per_weight: float | None = None  # of the FFN's rows; None: `bytes_per_weight`
     n_experts: int = 1
     experts_per_token: int = 1
     active_share: float | None = None  # published share of n_neurons active per token
@@ -124,13 +126,20 @@ class ModelShape:
 
     @property
     def row_bytes(self) -> int:
-        """One row of one neuron: d_model weights, whichever matrix it is from."""
+        """One row of a matrix that is not of the FFN: d_model weights."""
         return math.ceil(self.d_model * self.bytes_per_weight)
+
+    @property
+    def ffn_row_bytes(self) -> int:
+        """One row of one neuron: d_model weights of gate, up, down, fc1 or fc2."""
+        if self.ffn_bytes_per_weight is None:
+            return self.row_bytes
+        return math.ceil(self.d_model * self.ffn_bytes_per_weight - 1e-9)
 
     @property
     def neuron_bytes(self) -> int:
         """All rows of one neuron."""
-        return self.rows_per_neuron * self.row_bytes
+        return self.rows_per_neuron * self.ffn_row_bytes
 
     def bundle_rows(self, gating: str) -> int:
         """Rows that move together: under `exact` the deciding row stays on the device."""
@@ -139,7 +148,7 @@ class ModelShape:
 
     def bundle_bytes(self, gating: str) -> int:
         """Bytes of one neuron that move together."""
-        return self.bundle_rows(gating) * self.row_bytes
+        return self.bundle_rows(gating) * self.ffn_row_bytes
 
     @property
     def attention_bytes(self) -> int:
@@ -159,7 +168,7 @@ class ModelShape:
     @property
     def gate_bytes(self) -> int:
         """The rows that decide (gate, or fc1 of a model without one), all neurons of one layer."""
-        return self.n_neurons * self.row_bytes
+        return self.n_neurons * self.ffn_row_bytes
 
     @property
     def screen_bytes(self) -> int:
@@ -286,10 +295,15 @@ CATALOGUE: dict[str, ModelShape] = {row["name"]: ModelShape(**row) for row in RO
 
 
 def find_shape(name: str) -> ModelShape:
-    """A catalogue entry by name; `name@q8_0` (or another of WEIGHT_BYTES) is it `quantised`."""
+    """A catalogue entry by name; `name@q8_0` (or another of WEIGHT_BYTES) is it `quantised`.
+
+    `name@ffn-int8`: with the FFN's rows alone in that format, see `with_ffn_weights`.
+    """
     base, at, kind = name.partition("@")
     if base not in CATALOGUE:
         raise KairoxError(f"unknown model {name!r}; allowed: {', '.join(CATALOGUE)}")
+    if kind.startswith("ffn-"):
+        return with_ffn_weights(CATALOGUE[base], kind.removeprefix("ffn-"))
     return quantised(CATALOGUE[base], kind) if at else CATALOGUE[base]
 
 
@@ -310,6 +324,36 @@ def quantised(shape: ModelShape, kind: str) -> ModelShape:
         name=f"{shape.name.partition('@')[0]}@{kind}",
         bytes_per_weight=WEIGHT_BYTES[kind],
         source=f"{shape.source}; weights as {kind}, {WEIGHT_BYTES[kind]:g} bytes each (ggml)",
+    )
+
+
+def with_ffn_weights(shape: ModelShape, kind: str) -> ModelShape:
+    """The same model with the FFN's rows stored as `kind`, and everything else as it is.
+
+    int8 is one scale a row, as kairox_exec stores it.
+    """
+    per_weight = {
+        "float32": 4.0,
+        "float16": 2.0,
+        "bfloat16": 2.0,
+        "int8": 1 + INT8_SCALE_BYTES / shape.d_model,
+        "q8_0": WEIGHT_BYTES["q8_0"],
+        "q4_0": WEIGHT_BYTES["q4_0"],
+    }
+    if kind not in per_weight:
+        raise KairoxError(f"unknown weights {kind!r}; allowed: {', '.join(per_weight)}")
+    if kind in ("q8_0", "q4_0") and shape.d_model % QUANT_BLOCK:
+        raise KairoxError(
+            f"model {shape.name!r}: rows of {shape.d_model} weights are not whole blocks of "
+            f"{QUANT_BLOCK}, so they cannot be {kind}; use int8"
+        )
+    if shape.ffn_bytes_per_weight == per_weight[kind]:
+        return shape
+    return replace(
+        shape,
+        name=f"{shape.name}@ffn-{kind}",
+        ffn_bytes_per_weight=per_weight[kind],
+        source=f"{shape.source}; the FFN's rows as {kind}",
     )
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from kairox_sim.budgets import shape_of, share_by_density, slots_per_layer
+from kairox_sim.budgets import shape_of, share_by_density, slots_per_layer, target_of
 from kairox_sim.cache import NeuronCache
 from kairox_sim.errors import KairoxError
 from kairox_sim.events import Event
@@ -64,6 +64,7 @@ __all__ = [
     "share_by_density",
     "slots_per_layer",
     "swap_neurons",
+    "target_of",
     "trigger_of",
 ]
 

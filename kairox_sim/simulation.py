@@ -13,7 +13,14 @@ from kairox_sim.cost_model import CostModel
 from kairox_sim.costs import costs_for
 from kairox_sim.engine import run_trace
 from kairox_sim.errors import KairoxError
-from kairox_sim.hardware import HardwareProfile, LinkProfile, load_link, load_profile, with_link
+from kairox_sim.hardware import (
+    HardwareProfile,
+    LinkProfile,
+    load_link,
+    load_profile,
+    with_link,
+    with_vram,
+)
 from kairox_sim.lower_bound import common_bound, run_bound
 from kairox_sim.memory import MemoryPlan, fits
 from kairox_sim.metrics import RunResult, against, steps_frame, summarise
@@ -34,9 +41,11 @@ from kairox_sim.settings import (
     quality_of,
     require_usable,
     shape_of,
+    target_of,
     trigger_of,
 )
 from kairox_sim.trace import Trace, TraceHeader, read_trace
+from kairox_sim.units import parse_bytes
 
 
 def simulate(
@@ -64,6 +73,8 @@ def simulate(
     trace = trace if isinstance(trace, Trace) else read_trace(trace)
     header = trace.header
     profile = machine(hardware, link)
+    if settings.vram is not None:
+        profile = with_vram(profile, parse_bytes(settings.vram))
     shape = target_shape(settings, header)
     require_sparse(shape, settings.gating)
     _require_one_copy(settings)
@@ -172,7 +183,7 @@ def machine(
 def target_shape(settings: Settings, header: TraceHeader) -> ModelShape:
     """The model whose costs are charged: the stand-in's target, or the trace's own."""
     if settings.model_as is not None:
-        return shape_of(settings.model_as)
+        return _target(settings, None)
     try:
         shape = shape_of(header.model)
     except KairoxError as error:
@@ -187,7 +198,13 @@ def target_shape(settings: Settings, header: TraceHeader) -> ModelShape:
                 f"that model has {getattr(shape, name)}; record the trace with it, or name "
                 "another model's costs with --as"
             )
-    return shape
+    return _target(settings, shape)
+
+
+def _target(settings: Settings, own: ModelShape | None) -> ModelShape:
+    target = target_of(settings, own)
+    assert target is not None, "neither a model of its own nor a stand-in"
+    return target
 
 
 def memory_plan(
