@@ -1,18 +1,12 @@
-"""The machine and its state, for the header of a recording. What cannot be known is None, never 0.
-
-No names of hosts or users, and no paths: traces are shared.
-"""
+"""The machine and its state, for the header of a recording: what torch adds to `machine_facts`."""
 
 from __future__ import annotations
 
-import importlib
-import platform
-from collections.abc import Callable
-from importlib import metadata
 from typing import Any
 
-import psutil
 import torch
+
+from kairox_sim.machine_facts import gpu_facts, host_facts, package_versions
 
 PACKAGES = ("kairox", "torch", "transformers", "numba", "numpy")
 
@@ -22,113 +16,6 @@ def machine_facts() -> dict[str, Any]:
 
     `gpus` is None where no driver answers, and [] where one does and there is none.
     """
-    memory = psutil.virtual_memory()
-    return {
-        "system": platform.system(),
-        "python": platform.python_version(),
-        "packages": {name: _version(name) for name in PACKAGES},
-        "cpu": {
-            "name": _cpu_name(),
-            "architecture": platform.machine() or None,
-            "cores": psutil.cpu_count(logical=False),
-            "threads": psutil.cpu_count(logical=True),
-            "max_hz": _max_hz(),
-            "torch_threads": torch.get_num_threads(),
-        },
-        "memory_bytes": memory.total,
-        "memory_available_bytes": memory.available,
-        "load_1min": _load(),
-        "on_battery": _on_battery(),
-        "gpus": gpu_facts(),
-    }
-
-
-def gpu_facts() -> list[dict[str, Any]] | None:
-    """One dict per GPU that NVML sees; None without NVML."""
-    try:
-        nvml: Any = importlib.import_module("pynvml")
-        nvml.nvmlInit()
-    except Exception:  # no package, no driver, no permission: all of them mean unknown
-        return None
-    try:
-        return [_gpu(nvml, nvml.nvmlDeviceGetHandleByIndex(i)) for i in range(_n_gpus(nvml))]
-    finally:
-        nvml.nvmlShutdown()
-
-
-def _n_gpus(nvml: Any) -> int:
-    return int(nvml.nvmlDeviceGetCount())
-
-
-def _gpu(nvml: Any, handle: Any) -> dict[str, Any]:
-    def known(read: Callable[[], Any]) -> Any:
-        """What NVML says, or None: virtual and older GPUs do not answer everything."""
-        try:
-            return read()
-        except nvml.NVMLError:
-            return None
-
-    def text(value: Any) -> str | None:
-        return value.decode() if isinstance(value, bytes) else value
-
-    def watts(milliwatts: Any) -> float | None:
-        return None if milliwatts is None else milliwatts / 1000
-
-    memory = known(lambda: nvml.nvmlDeviceGetMemoryInfo(handle))
-    busy = known(lambda: nvml.nvmlDeviceGetUtilizationRates(handle))
-    mhz = known(lambda: nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM))
-    return {
-        "name": text(known(lambda: nvml.nvmlDeviceGetName(handle))),
-        "driver": text(known(nvml.nvmlSystemGetDriverVersion)),
-        "memory_bytes": None if memory is None else int(memory.total),
-        "memory_used_bytes": None if memory is None else int(memory.used),
-        "busy_share": None if busy is None else busy.gpu / 100,
-        "sm_hz": None if mhz is None else mhz * 1_000_000,
-        "celsius": known(lambda: nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU)),
-        "power_w": watts(known(lambda: nvml.nvmlDeviceGetPowerUsage(handle))),
-        "power_limit_w": watts(known(lambda: nvml.nvmlDeviceGetEnforcedPowerLimit(handle))),
-        "pcie_generation": known(lambda: nvml.nvmlDeviceGetCurrPcieLinkGeneration(handle)),
-        "pcie_lanes": known(lambda: nvml.nvmlDeviceGetCurrPcieLinkWidth(handle)),
-        "pcie_generation_max": known(lambda: nvml.nvmlDeviceGetMaxPcieLinkGeneration(handle)),
-    }
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def _cpu_name() -> str | None:
-    """Linux says it in /proc/cpuinfo, others through `platform`."""
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as lines:
-            names = (line.partition(":")[2].strip() for line in lines if "model name" in line)
-            if name := next(names, ""):
-                return name
-    except OSError:
-        pass
-    return platform.processor() or None
-
-
-def _max_hz() -> float | None:
-    """psutil says 0 MHz where it does not know."""
-    try:
-        frequency = psutil.cpu_freq()
-    except (OSError, NotImplementedError, RuntimeError):
-        return None
-    return frequency.max * 1e6 if frequency is not None and frequency.max > 0 else None
-
-
-def _load() -> float | None:
-    try:
-        return psutil.getloadavg()[0]
-    except OSError:
-        return None
-
-
-def _on_battery() -> bool | None:
-    sensors = getattr(psutil, "sensors_battery", None)
-    battery = None if sensors is None else sensors()
-    return None if battery is None else not battery.power_plugged
+    facts = host_facts()
+    cpu = facts["cpu"] | {"torch_threads": torch.get_num_threads()}
+    return facts | {"cpu": cpu, "packages": package_versions(PACKAGES), "gpus": gpu_facts()}

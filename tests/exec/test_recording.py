@@ -12,10 +12,11 @@ import pytest
 import torch
 
 from kairox_exec.loading import model_sha256
-from kairox_exec.machine import gpu_facts, machine_facts
+from kairox_exec.machine import machine_facts
 from kairox_exec.recorder import Recorder
 from kairox_exec.recording import record
 from kairox_sim.errors import KairoxError
+from kairox_sim.machine_facts import gpu_facts
 from kairox_sim.trace import read_trace
 
 
