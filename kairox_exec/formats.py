@@ -85,10 +85,10 @@ def decode(rows: torch.Tensor, fmt: str) -> torch.Tensor:
         return rows[..., :-4].float() * _scales(rows, fmt)
     d_bytes = SCALE_BYTES[fmt] + (BLOCK if fmt == "q8_0" else BLOCK // 2)
     blocks = rows.reshape(*rows.shape[:-1], -1, d_bytes)
-    scale = blocks[..., :2].contiguous().view(torch.float16).float()
-    codes = blocks[..., 2:].contiguous()
+    scale = _bytes_as(blocks[..., :2], torch.float16).float()
+    codes = blocks[..., 2:]
     if fmt == "q8_0":
-        values = codes.view(torch.int8).float()
+        values = codes.contiguous().view(torch.int8).float()
     else:
         low, high = (codes & 15).float() - 8, (codes >> 4).float() - 8
         values = torch.cat([low, high], dim=-1)
@@ -129,7 +129,12 @@ def _scales(rows: torch.Tensor, fmt: str) -> torch.Tensor:
     if fmt in FLOATS:
         return rows
     if fmt == "int8":
-        return rows[..., -4:].contiguous().view(torch.float32)
+        return _bytes_as(rows[..., -4:], torch.float32)
     d_bytes = SCALE_BYTES[fmt] + (BLOCK if fmt == "q8_0" else BLOCK // 2)
     blocks = rows.reshape(*rows.shape[:-1], -1, d_bytes)
-    return blocks[..., :2].contiguous().view(torch.float16)
+    return _bytes_as(blocks[..., :2], torch.float16)
+
+
+def _bytes_as(part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A copy, always: rows of odd bytes put what they hold where no wider type may be read."""
+    return part.clone(memory_format=torch.contiguous_format).view(dtype)

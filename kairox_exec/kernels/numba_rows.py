@@ -7,8 +7,8 @@ other rows of the call, not on whether the row was decoded beforehand, not on th
 LLVM splits the vectors into what the machine has (AVX-512, AVX2, NEON).
 
 Arrays are passed as addresses: one compiled function serves every format, shape and stride.
-While a loop reads its row it asks for the lines of another, `ahead`, that is read soon: random rows defeat the
-hardware's prefetcher, which also stops at every page of 4 KiB.
+While a loop reads its row it asks for the lines of another, `ahead`, that is read soon: random rows
+defeat the hardware's prefetcher, which also stops at every page of 4 KiB.
 
 Fixed point: a float32 product is rounded once, times 2^40, cut to int64 and added. None of these
 operations carries a fast-math flag, so no compiler may fuse or reorder them.
@@ -293,7 +293,7 @@ def _add_to(
 @njit(nogil=True, cache=True)
 def silu(gate: Any) -> Any:
     """As torch_ref.silu: plain float64 operations in a stated order, then float32."""
-    t = -min(abs(np.float64(gate)), 150.0)
+    t = -min(abs(np.float64(gate)), 700.0)
     k = np.floor(t * 1.4426950408889634 + 0.5)
     r = (t - k * 0.6931471803691238) - k * 1.9082149292705877e-10
     p = 1.0

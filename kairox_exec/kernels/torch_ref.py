@@ -69,7 +69,7 @@ def silu(gate: torch.Tensor) -> torch.Tensor:
     the first terms of its series; nothing may be fused or reordered.
     """
     wide = gate.double()
-    t = -wide.abs().clamp(max=150.0)
+    t = -wide.abs().clamp(max=700.0)
     k = torch.floor(t * 1.4426950408889634 + 0.5)
     r = (t - k * 0.6931471803691238) - k * 1.9082149292705877e-10  # ln(2), in two parts
     p = torch.ones_like(r)

@@ -16,6 +16,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from kairox_exec.ffn_spec import FfnSpec
 from kairox_exec.kernels import numba_cpu, torch_ref
 
 KERNELS = pytest.mark.parametrize("kernel", [torch_ref, numba_cpu], ids=lambda k: k.__name__[20:])
@@ -35,6 +36,10 @@ class Ffn:
     @property
     def gated(self) -> bool:
         return self.up is not None
+
+    @property
+    def spec(self) -> FfnSpec:
+        return FfnSpec(self.gate.shape[1], self.gated, "relu", self.threshold, "float32")
 
     def rows(self, *, every: bool) -> torch.Tensor:
         parts = ([self.gate] if every else []) + [p for p in (self.up, self.down) if p is not None]
@@ -99,16 +104,15 @@ def union(
     kernel: ModuleType, ffn: Ffn, x: torch.Tensor, ids: torch.Tensor, mode: str
 ) -> torch.Tensor:
     """ffn_union the three ways it is called: gate values given or not, gate row moved or not."""
-    act = kernel.gate_all(x, ffn.gate, ffn.gate_b, ffn.threshold)[:, ids]
+    act = kernel.gate_all(x, ffn.gate, ffn.gate_b, ffn.spec)[:, ids]
     y: torch.Tensor = kernel.ffn_union(
         x,
         ffn.rows(every=mode != "exact"),
         ids,
-        gated=ffn.gated,
+        ffn.spec,
         act=None if mode == "predicted" else act,
         gate_b=take(ffn.gate_b, ids) if mode == "predicted" else None,
         up_b=take(ffn.up_b, ids),
-        threshold=ffn.threshold,
     )
     return y
 
@@ -157,8 +161,8 @@ def test_index_names_places_not_neurons(kernel: ModuleType) -> None:
     slots = torch.tensor([5, 0, 3, 7])
     slot_rows = torch.full((8, 2, 16), float("nan"))
     slot_rows[slots] = ffn.rows(every=False)[ids]
-    act = kernel.gate_all(x, ffn.gate, ffn.gate_b, 0.0)[:, ids]
-    y = kernel.ffn_union(x, slot_rows, slots, gated=True, act=act, up_b=take(ffn.up_b, ids))
+    act = kernel.gate_all(x, ffn.gate, ffn.gate_b, ffn.spec)[:, ids]
+    y = kernel.ffn_union(x, slot_rows, slots, ffn.spec, act=act, up_b=take(ffn.up_b, ids))
     assert torch.equal(y, union(kernel, ffn, x, ids, "exact"))
 
 
@@ -193,7 +197,7 @@ def test_gate_all_is_zero_exactly_where_the_gate_does_not_exceed(
     kernel: ModuleType, threshold: float
 ) -> None:
     ffn, x = make(200, 32, biased=True, threshold=threshold), tokens(4, 32)
-    act = kernel.gate_all(x, ffn.gate, ffn.gate_b, threshold)
+    act = kernel.gate_all(x, ffn.gate, ffn.gate_b, ffn.spec)
     expected = ffn.act64(x)
     assert torch.equal(act > 0, expected > 0)
     assert 0.1 < float((act > 0).double().mean()) < 0.9
@@ -204,12 +208,12 @@ def test_gate_all_is_zero_exactly_where_the_gate_does_not_exceed(
 def test_a_gate_at_the_threshold_does_not_fire(kernel: ModuleType) -> None:
     x = torch.ones(1, 4)
     gate_w = torch.tensor([[0.5, 0, 0, 0], [0.5, 0.25, 0, 0], [0, 0, 0, 0], [-0.0, 0, 0, 0]])
-    assert kernel.gate_all(x, gate_w, None, 0.5).tolist() == [[0.0, 0.75, 0.0, 0.0]]
-    assert kernel.gate_all(x, gate_w, None, 0.0).tolist() == [[0.5, 0.75, 0.0, 0.0]]
     rows = torch.stack([gate_w, torch.eye(4)], dim=1)  # fc1 and fc2: y holds the activations
     ids = torch.arange(4)
-    for threshold, y in ((0.5, [0.0, 0.75, 0.0, 0.0]), (0.0, [0.5, 0.75, 0.0, 0.0])):
-        assert kernel.ffn_union(x, rows, ids, gated=False, threshold=threshold).tolist() == [y]
+    for threshold, expected in ((0.5, [0.0, 0.75, 0.0, 0.0]), (0.0, [0.5, 0.75, 0.0, 0.0])):
+        spec = FfnSpec(4, False, "relu", threshold, "float32")
+        assert kernel.gate_all(x, gate_w, None, spec).tolist() == [expected]
+        assert kernel.ffn_union(x, rows, ids, spec).tolist() == [expected]
 
 
 @KERNELS
@@ -217,7 +221,7 @@ def test_neurons_evaluated_needlessly_add_exactly_nothing(kernel: ModuleType) ->
     """One token: silent neurons among the ids change no bit in numba, nothing beyond rounding in
     torch, whose sums are over chunks of another make-up."""
     ffn, x = make(300, 48), tokens(1, 48)
-    act = kernel.gate_all(x, ffn.gate, None, 0.0)[0]
+    act = kernel.gate_all(x, ffn.gate, None, ffn.spec)[0]
     active = torch.nonzero(act)[:, 0]
     assert 0 < len(active) < 300
     lean = union(kernel, ffn, x, active, "exact")
@@ -230,9 +234,9 @@ def test_neurons_evaluated_needlessly_add_exactly_nothing(kernel: ModuleType) ->
 
 def test_numba_rows_do_not_depend_on_the_company() -> None:
     ffn, x = make(97, 192), tokens(1, 192)
-    everything = numba_cpu.gate_all(x, ffn.gate, None, 0.0)
+    everything = numba_cpu.gate_all(x, ffn.gate, None, ffn.spec)
     some = torch.tensor([0, 3, 50, 96])
-    assert torch.equal(numba_cpu.gate_all(x, ffn.gate[some], None, 0.0), everything[:, some])
+    assert torch.equal(numba_cpu.gate_all(x, ffn.gate[some], None, ffn.spec), everything[:, some])
 
 
 def test_numba_from_several_threads_at_once_gives_the_same_bits() -> None:
@@ -255,7 +259,7 @@ def test_works_on_inference_tensors_and_views(kernel: ModuleType) -> None:
         x = tokens(6, 20)[1::2]  # rows of a larger tensor: not contiguous
         y = union(kernel, ffn, x, torch.arange(70), "predicted")
         gate_view = ffn.rows(every=True)[:, 0]  # as the bundles of oracle gating hold it
-        act = kernel.gate_all(x, gate_view, None, 0.0)
+        act = kernel.gate_all(x, gate_view, None, ffn.spec)
     assert float((y - ffn.partial64(x, torch.arange(70))).abs().max()) <= ffn.tolerance(x)
     torch.testing.assert_close(act.double(), ffn.act64(x), rtol=0, atol=1e-5)
 
@@ -264,11 +268,11 @@ def test_works_on_inference_tensors_and_views(kernel: ModuleType) -> None:
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda k, f, x, i: k.ffn_union(x, f.rows(every=False), i, gated=True), "without act"),
-        (lambda k, f, x, i: k.ffn_union(x[:, :7], f.rows(every=True), i, gated=True), "rows is"),
+        (lambda k, f, x, i: k.ffn_union(x, f.rows(every=False), i, f.spec), "without act"),
+        (lambda k, f, x, i: k.ffn_union(x[:, :7], f.rows(every=True), i, f.spec), "x is"),
         (
             lambda k, f, x, i: k.ffn_union(
-                x, f.rows(every=False), i, gated=True, act=torch.zeros(2, 9)
+                x, f.rows(every=False), i, f.spec, act=torch.zeros(2, 9)
             ),
             "act is",
         ),
