@@ -14,17 +14,18 @@ fetched, so a wrong one costs time and never a neuron.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from math import isnan, nan
-from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
 from kairox_exec.device import Device, HandOver
-from kairox_exec.families import Family, decoder_layers, replace_ffn
+from kairox_exec.families import Family, decoder_layers, hook_layer, replace_ffn
 from kairox_exec.gating import LOSSLESS, decide_with, keep_on_device
 from kairox_exec.kernels import Kernels
+from kairox_exec.kernels.fixed_point import SumBounds
 from kairox_exec.layer_step import (
     Decision,
     Done,
@@ -34,6 +35,7 @@ from kairox_exec.layer_step import (
     StepInfo,
     fired_mask,
     for_every_token,
+    residual_work,
     seen,
     true_mask,
 )
@@ -108,6 +110,11 @@ class LivePipeline:
             self.gating, device, bundles, self.on_device,
             host_kernels=host_kernels, device_kernels=device_kernels,
         )  # fmt: skip
+        self._bounds = [
+            SumBounds.of(b.gate_w, b.rows, b.spec, b.gate_b, b.up_b)
+            for b in bundles
+            if b.spec.numerics == "deterministic"
+        ]
         self._audit = audit
         self._host_threads: int = getattr(device, "host_threads", 1)
         self._step: StepInfo | None = None
@@ -126,12 +133,15 @@ class LivePipeline:
 
     def install(self, model: nn.Module, family: Family) -> None:
         """Replace the model's FFNs, which frees their weights, and hook what the triggers need."""
+        ahead = self.look == "attn_in"
         for i, layer in enumerate(decoder_layers(model, family)):
             replace_ffn(layer, family, HybridFFN(self, i))
-            norm: Any = layer.get_submodule(family.ffn_norm)
-            norm.register_forward_pre_hook(self._after_attention_hook(i))
-            if self.look == "attn_in":
-                layer.register_forward_pre_hook(self._before_layer_hook(i), with_kwargs=True)
+            hook_layer(
+                layer,
+                family,
+                entering=partial(self.before_layer, i) if ahead else None,
+                after_attention=partial(self.after_attention, i),
+            )
 
     def start_step(self, step: StepInfo) -> int:
         """Returns when the step began, in ns."""
@@ -197,6 +207,8 @@ class LivePipeline:
         """x [n_tokens, d_model] -> FFN output, same shape and dtype."""
         given_dtype, x = x.dtype, x.float()
         decision = self._decide(layer, x, self._size, self._predicted.get(layer))
+        if self._bounds:
+            self._bounds[layer].check(x, decision.act, layer=layer)
         evaluated, share = seen(decision.evaluated)
         self._take_landed(layer, evaluated, share)
         active = evaluated if decision.active_known else None
@@ -252,7 +264,7 @@ class LivePipeline:
             if not decision.active_known:
                 fires = torch.empty((x.shape[0], index.numel()), dtype=torch.bool)
                 fired.append((ids[here], fires))
-            works.append(_residual(kernels, bundle, index, here, fires))
+            works.append(residual_work(kernels, bundle, index, here, fires))
         return self.device.hand_over(layer, inputs, works, size)
 
     def _device_rows(
@@ -373,36 +385,3 @@ class LivePipeline:
                 "a predictor runs and the device's costs have none; make them with "
                 "predictor = 'lookahead'"
             )
-
-    def _after_attention_hook(self, layer: int) -> Callable[[nn.Module, Any], None]:
-        def hook(module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
-            self.after_attention(layer, args[0])
-
-        return hook
-
-    def _before_layer_hook(self, layer: int) -> Callable[[nn.Module, Any, Any], None]:
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            self.before_layer(layer, args[0] if args else kwargs["hidden_states"])
-
-        return hook
-
-
-def _residual(
-    kernels: Kernels,
-    bundle: NeuronBundles,
-    index: torch.Tensor,
-    here: slice,
-    fires: torch.Tensor | None,
-) -> Callable[..., torch.Tensor]:
-    """The work of one host thread: `here` of the residual neurons, which are `index`."""
-    gate_b = None if bundle.gate_b is None else bundle.gate_b[index]
-    up_b = None if bundle.up_b is None else bundle.up_b[index]
-
-    def work(x: torch.Tensor, act: torch.Tensor | None = None) -> torch.Tensor:
-        mine = None if act is None else act[:, here].contiguous()
-        return kernels.ffn_union(
-            x, bundle.rows, index, bundle.spec,
-            act=mine, gate_b=gate_b if act is None else None, up_b=up_b, fired=fires,
-        )  # fmt: skip
-
-    return work

@@ -14,19 +14,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
 from kairox_exec.device import Device
 from kairox_exec.kernels import Kernels
+from kairox_exec.kernels.screening import Screen, candidates, make_screen
 from kairox_exec.layer_step import Decision, Mask
 from kairox_exec.oplog import Size
 from kairox_exec.weights import NeuronBundles
 from kairox_sim.errors import KairoxError
-
-if TYPE_CHECKING:
-    from kairox_exec.kernels.screening import Screen
 
 LOSSLESS = ("oracle", "exact", "screened")
 
@@ -57,8 +54,6 @@ def keep_on_device(device: Device, bundle: NeuronBundles) -> OnDevice:
 
 
 def _screen_on(device: Device, bundle: NeuronBundles) -> Screen:
-    from kairox_exec.kernels.screening import Screen, make_screen
-
     screen = make_screen(bundle.gate_w, bundle.spec.fmt)
     return Screen(device.put(screen.codes), device.put(screen.scale), device.put(screen.error))
 
@@ -91,12 +86,12 @@ def decide_with(
         return Decision(mask, act, decided)
 
     def screened(layer: int, x: torch.Tensor, size: Size, predicted: Mask | None) -> Decision:
-        from kairox_exec.kernels.screening import candidates
-
         here = on_device[layer]
         assert here.screen is not None
         t0_ns = device.begin()
-        may_fire = candidates(x, here.screen, here.gate_b, bundles[layer].spec)
+        may_fire = candidates(
+            x, here.screen, here.gate_b, bundles[layer].spec, dots=device_kernels.code_dots
+        )
         mask: Mask = may_fire.numpy(force=True)
         device.end(t0_ns, "gate", layer, size)
         return Decision(mask, None, False)

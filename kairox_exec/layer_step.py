@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -109,3 +110,24 @@ def fired_mask(done: Done) -> Mask:
     for ids, fires in done.fired:
         mask[:, ids] = fires.numpy(force=True)
     return mask
+
+
+def residual_work(
+    kernels: Kernels,
+    bundle: NeuronBundles,
+    index: torch.Tensor,
+    here: slice,
+    fires: torch.Tensor | None,
+) -> Callable[..., torch.Tensor]:
+    """The work of one host thread: `here` of the residual neurons, which are `index`."""
+    gate_b = None if bundle.gate_b is None else bundle.gate_b[index]
+    up_b = None if bundle.up_b is None else bundle.up_b[index]
+
+    def work(x: torch.Tensor, act: torch.Tensor | None = None) -> torch.Tensor:
+        mine = None if act is None else act[:, here].contiguous()
+        return kernels.ffn_union(
+            x, bundle.rows, index, bundle.spec,
+            act=mine, gate_b=gate_b if act is None else None, up_b=up_b, fired=fires,
+        )  # fmt: skip
+
+    return work

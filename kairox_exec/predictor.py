@@ -10,22 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import nn
-from torch.nn import functional
 
 from kairox_exec.device import Device
 from kairox_exec.families import Family, decoder_layers
 from kairox_exec.ffn_spec import FfnSpec
 from kairox_exec.gating import OnDevice
 from kairox_exec.kernels import torch_ref
+from kairox_exec.kernels.screening import Screen
 from kairox_exec.weights import NeuronBundles
-
-if TYPE_CHECKING:
-    from kairox_exec.kernels.screening import Screen
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +73,7 @@ def predict(gate: LayerGate, hidden: torch.Tensor) -> torch.Tensor:
     x = gate.norm(hidden.reshape(-1, hidden.shape[-1])).float()
     if gate.gate_w is None:
         assert gate.screen is not None
-        value = functional.linear(x, gate.screen.codes.float()) * gate.screen.scale
+        value = torch_ref.code_dots(x, gate.screen.codes) * gate.screen.scale
         value = value if gate.gate_b is None else value + gate.gate_b
         return torch_ref.activate(value, gate.spec) != 0
     fast = replace(gate.spec, numerics="fast")  # a guess: no bit of the output depends on it
