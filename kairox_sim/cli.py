@@ -17,6 +17,7 @@ from pydantic import ValidationError
 from kairox_sim.commands.best import best
 from kairox_sim.commands.calibrate import calibrate
 from kairox_sim.commands.catalogue import hardware, models
+from kairox_sim.commands.doctor import doctor
 from kairox_sim.commands.generate import generate
 from kairox_sim.commands.group import group
 from kairox_sim.commands.info import info
@@ -25,6 +26,7 @@ from kairox_sim.commands.plot import plot
 from kairox_sim.commands.record import record
 from kairox_sim.commands.score import score
 from kairox_sim.commands.simulate import simulate
+from kairox_sim.commands.sparsify import sparsify
 from kairox_sim.commands.sweep import sweep
 from kairox_sim.commands.systems import policies, systems
 from kairox_sim.commands.validate import validate
@@ -33,7 +35,7 @@ from kairox_sim.errors import KairoxError
 
 COMMANDS: tuple[Callable[..., Any], ...] = (
     record, info, workload, group, systems, policies, hardware, models, simulate, sweep, plot, best,
-    calibrate, generate, score, validate,
+    calibrate, generate, score, sparsify, validate, doctor,
 )  # fmt: skip
 BAD_INPUT = 2  # exit code
 

@@ -86,6 +86,7 @@ def _gpu(nvml: Any, handle: Any) -> dict[str, Any]:
         "pcie_generation": known(lambda: nvml.nvmlDeviceGetCurrPcieLinkGeneration(handle)),
         "pcie_lanes": known(lambda: nvml.nvmlDeviceGetCurrPcieLinkWidth(handle)),
         "pcie_generation_max": known(lambda: nvml.nvmlDeviceGetMaxPcieLinkGeneration(handle)),
+        "pcie_lanes_max": known(lambda: nvml.nvmlDeviceGetMaxPcieLinkWidth(handle)),
     }
 
 
