@@ -93,7 +93,7 @@ def _dots(
 def _silu(gate):
     """`torch_ref.silu`, operation by operation."""
     wide = gate.to(tl.float64)
-    t = -tl.minimum(tl.abs(wide), 150.0)
+    t = -tl.minimum(tl.abs(wide), 700.0)
     k = tl.floor(t * 1.4426950408889634 + 0.5)
     r = (t - k * 0.6931471803691238) - k * 1.9082149292705877e-10
     p = tl.full(r.shape, 1.0, tl.float64)
