@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.kairox-installed
 OUT ?= out
 
-.PHONY: setup demo test check bench validate clean
+.PHONY: setup demo test check bench validate gpu-check clean
 
 setup: $(STAMP)
 
@@ -34,6 +34,11 @@ bench: $(STAMP)
 # Gate G3: live against simulated on the emulated machine. Needs a quiet machine, several minutes.
 validate: $(STAMP)
 	$(BIN)/python -m experiments.validate --out $(OUT)/validate
+
+# What only a CUDA card can show, in under nine minutes. Runs with $(PYTHON) as it is, since such
+# machines are often bare and offline: torch, triton, transformers and numba are enough.
+gpu-check:
+	PYTHONPATH=. $(PYTHON) -m experiments.gpu_check --out $(OUT)/gpu-check
 
 clean:
 	rm -rf $(OUT) .pytest_cache .mypy_cache .ruff_cache .hypothesis
