@@ -13,7 +13,13 @@ from hypothesis import strategies as st
 from kairox_exec.ffn_spec import ACTIVATIONS, Activation, FfnSpec
 from kairox_exec.formats import FORMATS, Format, decode, encode
 from kairox_exec.kernels import numba_cpu, torch_ref
-from kairox_exec.kernels.screening import candidates, make_screen, smallest_margin, upper_bounds
+from kairox_exec.kernels.screening import (
+    Screen,
+    candidates,
+    make_screen,
+    smallest_margin,
+    upper_bounds,
+)
 from kairox_sim.errors import KairoxError
 
 KERNELS = (torch_ref, numba_cpu)
@@ -175,6 +181,15 @@ def test_of_nothing_nothing_fires() -> None:
     rows, bias = some("normal", 3, 32, torch.Generator()), torch.tensor([-1e-30, 0.0, 1e-30])
     spec, screen = spec_of("relu", 0.0, 32, "float32", "fast"), make_screen(rows, "float32")
     assert candidates(torch.zeros(1, 32), screen, bias, spec).tolist() == [[False, False, True]]
+
+
+def test_silu_is_largest_inside_an_interval() -> None:
+    """Gates from -3 to -1: |silu| is 0.14 and 0.27 at the ends, and 0.2785 at -1.28."""
+    screen = Screen(torch.tensor([[-2]], dtype=torch.int8), torch.ones(1), torch.ones(1))
+    x = torch.ones(1, 1)
+    found = [candidates(x, screen, None, spec_of("silu", t, 1, "float32", "fast")).item()
+             for t in (0.275, 0.279)]  # fmt: skip
+    assert found == [True, False]
 
 
 def test_codes_by_hand() -> None:
