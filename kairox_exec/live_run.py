@@ -14,18 +14,24 @@ from statistics import fmean
 from typing import Any
 
 import numpy as np
-import psutil
 from numpy.typing import NDArray
 
 from kairox_exec.calibration import Calibration, StepOps, TimedRun, fit_profile
-from kairox_exec.live import choose_device, device_for, emulated_profile, model_shape, start
+from kairox_exec.live import (
+    choose_device,
+    device_for,
+    emulated_profile,
+    model_shape,
+    start,
+    this_host,
+)
 from kairox_exec.machine import machine_facts
 from kairox_exec.oplog import NS
 from kairox_exec.runner import Ending
 from kairox_exec.text import encode_file, load_tokenizer, windows
 from kairox_sim.costs import costs_for
 from kairox_sim.errors import KairoxError
-from kairox_sim.hardware import HardwareProfile, LinkProfile, Quantity, load_profile
+from kairox_sim.hardware import HardwareProfile, LinkProfile
 from kairox_sim.model import Numerics
 from kairox_sim.policies import POLICIES
 from kairox_sim.record import StepRecord
@@ -220,7 +226,7 @@ def calibrate(
     shape = model_shape(model_dir)
     chosen = list(settings or calibration_settings(shape.n_neurons, model_as, machine.numerics))
     target = shape if model_as is None else shape_of(model_as)
-    known = machine.profile if machine.profile is not None else _this_host()
+    known = machine.profile if machine.profile is not None else this_host()
     costs = costs_for(
         known,
         target,
@@ -262,20 +268,3 @@ def _calibrated_name(machine: Machine) -> str:
     if machine.profile is None:
         return f"calibrated-{machine.device}"
     return f"calibrated-{machine.profile.name}-slowed-{machine.profile.time_scale:g}x"
-
-
-def _this_host() -> HardwareProfile:
-    """What no timing tells of the unpaced `cpu` device; its rates are never used."""
-    pc1 = load_profile("pc1")
-    ram = Quantity(
-        value=float(psutil.virtual_memory().total), source="psutil: the device is host memory"
-    )
-    nothing = Quantity(value=0.0, source="none kept free")
-    return pc1.model_copy(
-        update={
-            "vram_bytes": ram,
-            "vram_margin_bytes": nothing,
-            "decide_blocks_gpu": True,
-            "time_scale": 1.0,
-        }
-    )

@@ -78,6 +78,7 @@ def build_cache(
     shape: ModelShape | None = None,
     profile: HardwareProfile | None = None,
     evaluated: Trace | None = None,
+    context_len: int | None = None,
     journal: Callable[[Event], None] | None = None,
 ) -> NeuronCache:
     """The cache that `settings` describes, for the layers and neurons of a trace or a live model.
@@ -86,8 +87,10 @@ def build_cache(
     on the spot; see `load_prior`. shape: the model whose bytes count, needed where the budget is a
     size or what fits; `model_as` by default. profile: the machine, where a budget or a placement
     depends on it. evaluated: the trace it will be run on, of which oracles know the future.
+    context_len: instead of its longest sequence, where there is no trace.
     """
-    context_len = None if evaluated is None else longest_context(settings, evaluated)
+    if evaluated is not None:
+        context_len = longest_context(settings, evaluated)
     slots = slots_per_layer(
         settings, n_layers, n_neurons,
         prior=prior, shape=shape, profile=profile, context_len=context_len,

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from kairox_exec import live
 from kairox_exec.kernels import numba_rows
@@ -19,6 +20,7 @@ from kairox_sim.settings import Settings
 from kairox_sim.trace import read_trace
 
 SHAPE = find_shape("prosparse-7b")
+NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA GPU here")
 TRACES = Path(__file__).parents[2] / "traces"
 
 
@@ -73,7 +75,7 @@ def test_device_is_paced_by_the_stand_in(tiny_reglu_dir: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "given", "said"),
     [
-        ("cuda", {}, "not built yet; allowed: auto, cpu, and emulated"),
+        pytest.param("cuda", {}, "needs a CUDA GPU", marks=NO_GPU),
         ("gpu", {}, "unknown device 'gpu'; allowed: auto, cuda, emulated, cpu"),
         ("emulated", {}, "needs a profile"),
         ("cpu", {"emulate": "pc1"}, "emulate is for the emulated device"),
@@ -92,9 +94,11 @@ def test_devices_that_cannot_be(
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        (Settings(gating="predicted"), r"gating 'predicted' \(allowed: exact, oracle\)"),
-        (Settings(gating="screened"), "allowed: exact, oracle"),
-        (Settings(predictor="rank"), r"predictor 'rank' \(allowed: lookahead, none\)"),
+        (Settings(gating="predicted"), "needs the predictor itself"),
+        (Settings(gating="dense"), "allowed: exact, oracle, screened, predicted"),
+        (Settings(predictor="rank"), "give --predictor-file"),
+        (Settings(slots="vram"), "it needs a model, a machine"),
+        (Settings(slots="ngl:2"), "allowed: a number, density, a size, vram, all"),
         (Settings(predictor="none"), "needs a predictor"),
         (Settings(policy="static"), "needs a prior"),
     ],
