@@ -30,6 +30,7 @@ check: $(STAMP)
 # Speed, as ratios to a named reference in the same run. Needs a quiet machine.
 bench: $(STAMP)
 	OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python benchmarks/bench_simulation.py
+	OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python benchmarks/bench_kernels.py
 
 # Gate G3: live against simulated on the emulated machine. Needs a quiet machine, several minutes.
 validate: $(STAMP)
