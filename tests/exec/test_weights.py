@@ -98,9 +98,9 @@ def test_gated_ffn_with_biases_from_its_bundles() -> None:
         parameter.copy_(torch.randn(parameter.shape, generator=generator) / 4)
     x = torch.randn((3, 24), generator=generator)
     b = bundle_layer(layer, LLAMA, layer=0, gating="exact", threshold=0.0)
-    act = torch_ref.gate_all(x, b.gate_w, b.gate_b, b.threshold)
+    act = torch_ref.gate_all(x, b.gate_w, b.gate_b, b.spec)
     everyone = torch.arange(b.n_neurons)
-    y = torch_ref.ffn_union(x, b.rows, everyone, gated=True, act=act, up_b=b.up_b) + b.down_b
+    y = torch_ref.ffn_union(x, b.rows, everyone, b.spec, act=act, up_b=b.up_b) + b.down_b
     torch.testing.assert_close(y, layer.mlp(x), rtol=0, atol=1e-5)
     assert b.stationary_bytes == 4 * (70 * 24 + 70 + 70 + 24)
 
