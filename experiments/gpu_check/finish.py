@@ -137,7 +137,7 @@ def _fitted(runs: list[Kept], folder: Path) -> tuple[Any, list[dict[str, Any]], 
                     step["n_tokens"],
                     [op_from_row(row) for row in step["ops"]],
                 )
-                for step in run.steps
+                for step in _without_first_decode(run.steps)
             ],
             seconds_per_token=run.about["means"]["wall_s"],
             residual_per_token=run.about["means"]["residual"],
@@ -157,6 +157,12 @@ def _fitted(runs: list[Kept], folder: Path) -> tuple[Any, list[dict[str, Any]], 
     )  # fmt: skip
     dump_profile(fitted.profile, folder / "hw.toml")
     return fitted.profile, list(fitted.fits), shape
+
+
+def _without_first_decode(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Kernels are compiled in it."""
+    first = next(at for at, step in enumerate(steps) if step["n_tokens"] == 1)
+    return steps[:first] + steps[first + 1 :]
 
 
 def _compared(

@@ -86,35 +86,47 @@ class Fired:
 
 
 def check_large(place: Place, folder: Path, left: Left) -> dict[str, Any]:
-    """No pass and no fail: times. What fits in no time is named."""
+    """Times, so nothing passes; it fails where a run does, or is left out."""
     shape = shape_for(place)
     bundles = new_bundles(place, shape)
     n_decode = 6 if place.rehearse else 48
     settings = settings_of(place, shape)
-    everything = Setting("static", "fixed", shape.n_neurons, None)
-    runs, left_out = [], []
+    most = shape.n_neurons
+    if not place.rehearse:
+        most = slots_within(shape, min(BUDGETS_BYTES[-1], _memory_bytes(place)), MARGIN_BYTES)
+    everything = Setting("static", "fixed", most, None)
+    runs, left_out, failed = [], [], []
     counts = np.ones((shape.n_layers, shape.n_neurons), np.int64)
     profiled, fired = run_big(place, shape, bundles, everything, counts, n_decode, seed=10)
     runs.append(_kept(folder, "profile", profiled, fired))
     for setting in settings:
         if left() < SECONDS_A_RUN:
-            left_out.append(setting.label)
+            left_out.append(f"{setting.label} for lack of time")
             continue
-        result, what = run_big(place, shape, bundles, setting, fired.counts, n_decode, seed=11)
+        if setting.budget_bytes and setting.budget_bytes > _memory_bytes(place):
+            left_out.append(f"{setting.label} on a card of {_memory_bytes(place) / GB:.1f} GB")
+            continue
+        try:
+            result, what = run_big(place, shape, bundles, setting, fired.counts, n_decode, seed=11)
+        except Exception as error:  # the other runs are worth having
+            failed.append({"setting": setting.label, "error": f"{type(error).__name__}: {error}"})
+            continue
         runs.append(_kept(folder, setting.label, result, what))
     budgets = BUDGETS_BYTES if not place.rehearse else (0.0,)
     offloaded = [
         against_accelerate(place, shape, bundles, budget, left, n_decode) for budget in budgets
     ]
     return {
-        "passed": None if not left_out else False,
-        "said": f"{len(runs)} runs of {n_decode} decode tokens; "
-        + (f"left out for lack of time: {', '.join(left_out)}" if left_out else "none left out"),
+        "passed": False if left_out or failed else None,
+        "said": f"{len(runs)} runs of {n_decode} decode tokens; left out: "
+        f"{', '.join(left_out) or 'none'}; failed: "
+        f"{', '.join(row['setting'] for row in failed) or 'none'}",
         "model": described(shape),
         "host_threads": place.host_threads,
         "runs": runs,
         "accelerate": offloaded,
-        "left_out_for_lack_of_time": left_out,
+        "left_out": left_out,
+        "failed": failed,
     }
 
 
@@ -248,9 +260,12 @@ def _limit_memory(place: Place, budget_bytes: float | None) -> None:
         return
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
-    total = torch.cuda.get_device_properties(place.device).total_memory
-    share = 1.0 if budget_bytes is None else min(1.0, budget_bytes / total)
+    share = 1.0 if budget_bytes is None else min(1.0, budget_bytes / _memory_bytes(place))
     torch.cuda.set_per_process_memory_fraction(share)
+
+
+def _memory_bytes(place: Place) -> float:
+    return float(torch.cuda.get_device_properties(place.device).total_memory)
 
 
 def _packed(mask: NDArray[np.bool_]) -> bytes:

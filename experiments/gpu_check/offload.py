@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from experiments.gpu_check.big import BigShape, dense_weights, sticky_tokens
+from experiments.gpu_check.big import BigShape, dense_weights, new_model, sticky_tokens
 from experiments.gpu_check.place import Left, Place
 from kairox_exec.runner import kv_argument
 from kairox_exec.weights import NeuronBundles
@@ -27,7 +27,7 @@ def against_accelerate(
 ) -> dict[str, Any]:
     """Seconds per decode token of `dispatch_model` with `budget_bytes` on the GPU, or why not.
 
-    The weights are these bundles'; attention, embeddings and head are drawn like those.
+    The weights are those of the other runs: these bundles, and `new_model`'s.
     """
     about: dict[str, Any] = {"budget_bytes": budget_bytes}
     if importlib.util.find_spec("accelerate") is None:
@@ -49,25 +49,10 @@ def _timed(
     n_decode: int,
 ) -> dict[str, Any]:
     from accelerate import dispatch_model, infer_auto_device_map
-    from transformers import DynamicCache, LlamaForCausalLM
+    from transformers import DynamicCache
 
     torch.cuda.empty_cache()
-    config = shape.config()
-    with torch.device("meta"):
-        empty = LlamaForCausalLM(config).to(torch.bfloat16)
-    model = empty.to_empty(device="cpu").eval()
-    draw = torch.Generator().manual_seed(4)
-    for name, parameter in model.named_parameters():
-        if ".mlp." in name:
-            continue
-        if "norm" in name:
-            parameter.fill_(1.0)
-        else:
-            parameter.normal_(std=0.02, generator=draw)
-    for layer, weights in zip(model.model.layers, dense_weights(bundles), strict=True):
-        layer.mlp.load_state_dict(weights)
-    fresh = type(model.model.rotary_emb)(config=config)  # its buffers were empty
-    model.model.rotary_emb = fresh
+    model, config = dense_model(place, shape, bundles)
     at_most = {0: int(budget_bytes - 1e9), "cpu": 1 << 40}
     where = infer_auto_device_map(
         model, max_memory=at_most, no_split_module_classes=["LlamaDecoderLayer"]
@@ -97,3 +82,21 @@ def _timed(
         "modules_on_cpu": len(where) - on_gpu,
         "memory": "weights pageable in host memory, as accelerate leaves them",
     }
+
+
+def dense_model(place: Place, shape: BigShape, bundles: list[NeuronBundles]) -> tuple[Any, Any]:
+    """Plain transformers with the weights of `new_model` and the bundles, bfloat16, host memory."""
+    from transformers import LlamaForCausalLM
+
+    config = shape.config()
+    with torch.device("meta"):
+        empty = LlamaForCausalLM(config).to(torch.bfloat16)
+    model = empty.to_empty(device="cpu").eval()
+    rest, _ = new_model(place, shape)
+    kept = {name: t.cpu() for name, t in rest.state_dict().items() if ".mlp." not in name}
+    model.load_state_dict(kept, strict=False)
+    for layer, weights in zip(model.model.layers, dense_weights(bundles), strict=True):
+        layer.mlp.load_state_dict(weights)
+    # Its buffers are computed, not loaded.
+    model.model.rotary_emb = type(model.model.rotary_emb)(config=config)
+    return model, config

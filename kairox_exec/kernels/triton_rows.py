@@ -3,7 +3,8 @@
 Compile-time arguments are upper case. Under DET each float32 product is scaled by 2^40, cut
 towards zero and added as int64: the launcher switches fused multiply-add off, so that a product is
 rounded once, as on the CPU. Loops have compile-time bounds, or are `while`: Triton 3.6's
-interpreter fails on a `range` with a bound known only at run time (NumPy 2.4).
+interpreter fails on a `range` with a bound known only at run time (NumPy 2.4). Counts that change
+from step to step are not specialised, so that nothing is compiled again in the middle of a run.
 """
 
 # Triton reads annotations as its own, and knows none but constexpr.
@@ -115,7 +116,7 @@ def _activate(gate, threshold, ACT: tl.constexpr, DET: tl.constexpr):
         return tl.where(gate > threshold, value, 0.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n"])
 def gate_kernel(
     x,  # float32 [n_tokens, D]
     rows,  # [n, width] of FMT
@@ -143,7 +144,7 @@ def gate_kernel(
     tl.store(out + token * n + entry, _activate(gate, threshold, ACT, DET), mask=live)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n", "act_stride", "fired_stride"])
 def hidden_kernel(
     x,  # float32 [n_tokens, D]
     rows,  # [places, n_rows, width] of FMT
@@ -198,7 +199,7 @@ def hidden_kernel(
         tl.store(fired + token * fired_stride + entry, fires.to(tl.uint8), mask=live)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n", "n_tokens"])
 def down_kernel(
     hidden,  # float32 [n_tokens, n]
     rows,  # [places, n_rows, width] of FMT
@@ -241,7 +242,7 @@ def down_kernel(
         tl.store(y + (split * n_tokens + token) * D + cols, added, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_copies"])
 def gather_kernel(
     rows,  # int32 or int64 [n, WORDS], pinned host memory
     ids,  # int32 [n_copies]

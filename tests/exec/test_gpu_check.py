@@ -6,14 +6,23 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from experiments.gpu_check import __main__ as gpu_check
+from experiments.gpu_check.big import SHAPE_TOY, new_bundles, new_model, sticky_tokens
+from experiments.gpu_check.large import Setting, new_cache
+from experiments.gpu_check.offload import dense_model
+from experiments.gpu_check.place import Place
 from experiments.gpu_check.timeline import op_from_row, op_rows, overlap_s
+from kairox_exec.families import family_of
 from kairox_exec.oplog import Op, Size
+from kairox_exec.runner import run_bundles
 
 ROOT = Path(__file__).parents[2]
 # What a bare GPU machine does not have: everything but torch, triton, transformers and numba.
@@ -148,6 +157,30 @@ def test_a_part_that_fails_is_reported_and_the_rest_goes_on(
 def test_parts_fit_in_nine_minutes() -> None:
     # Starting Python, importing torch and drawing are in no part: 40 s are left for them.
     assert sum(part.budget_s for part in gpu_check.parts()) <= 9 * 60 - 40
+
+
+def test_accelerate_is_given_the_same_model() -> None:
+    place = Place(rehearse=True)
+    bundles = new_bundles(place, SHAPE_TOY)
+    dense, config = dense_model(place, SHAPE_TOY, bundles)
+    tokens = torch.from_numpy(sticky_tokens(SHAPE_TOY, 12, seed=1).astype(np.int64))[None]
+    with torch.inference_mode():
+        expected = dense(input_ids=tokens).logits[0, -1].float()
+        hybrid, config = new_model(place, SHAPE_TOY)
+        everything = new_cache(
+            Setting("static", "fixed", SHAPE_TOY.n_neurons, None),
+            np.ones((SHAPE_TOY.n_layers, SHAPE_TOY.n_neurons), np.int64),
+        )
+        with closing(place.new_device()) as device:
+            runner = run_bundles(
+                hybrid, config, family_of(config), bundles, lambda *_: everything, device
+            )
+            with runner:
+                list(runner.run([tokens[0].numpy().astype(np.int32)], prefill=12))
+            got = runner.logits.float()
+    # bfloat16 has 8 bits: sums in float32 here, rounded on the way there.
+    assert float((got - expected).abs().max()) < 0.03 * float(expected.abs().max())
+    assert float(expected.std()) > 0.1
 
 
 def test_overlap_by_hand() -> None:
