@@ -17,8 +17,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kairox_exec.families import activation_of
+from kairox_exec.families import activation_of, family_of
 from kairox_exec.generation import stop_tokens
+from kairox_exec.hidden_states import HiddenStatesWriter
 from kairox_exec.live import KernelChoice, device_for, model_shape, profile_for, start
 from kairox_exec.loading import model_sha256
 from kairox_exec.machine import machine_facts
@@ -79,6 +80,7 @@ def record(
     settings: Settings | None = None,
     prior: Trace | str | Path | None = None,
     call_log: str | Path | None = None,
+    hidden: str | Path | None = None,
     device: str = "cpu",
     emulate: HardwareProfile | str | Path | None = None,
     time_scale: float | None = None,
@@ -96,7 +98,8 @@ def record(
 
     settings: the policy whose run is recorded, by default all neurons resident. trigger: which
     predictions to record, where the policy and the settings leave it open. call_log: also log every
-    call of the cache there. force: an `out` that exists is replaced once the new one is whole.
+    call of the cache there. hidden: also write the states that a predictor for this trigger is fed,
+    see hidden_states. force: an `out` that exists is replaced once the new one is whole.
 
     Batches of whole steps reach the disk as they are made: a killed recording is a readable, cut
     trace at `out` (with force: `out`.recording). A KeyboardInterrupt seals what there is, and is
@@ -110,6 +113,10 @@ def record(
             raise KairoxError(f"the trace and the call log are both {out}; name another for one")
         if log_place.exists() and not force:
             raise KairoxError(f"{call_log} exists; name another call log, or use force")
+    if hidden is not None:
+        hidden = require_place(hidden, "file of hidden states")
+        if hidden.exists() and not force:
+            raise KairoxError(f"{hidden} exists; name another file for hidden states, or use force")
     shape = model_shape(model_dir)
     tokenizer = load_tokenizer(model_dir)
     check_vocabulary(tokenizer, shape.vocab)
@@ -151,7 +158,13 @@ def record(
                     runner.cache.journal = log.write
                 stack.enter_context(recorder)
                 runner.pipeline.on_layer = recorder
-                _run(runner, recorder, feeds, choose, chosen.prefill_chunk, progress)
+                after = [recorder.end_step]
+                if hidden is not None:
+                    family = family_of(runner.config)
+                    look = runner.pipeline.look
+                    states = HiddenStatesWriter(hidden, header, runner.model, family, look)
+                    after.append(stack.enter_context(states).end_step)
+                _run(runner, recorder, feeds, choose, chosen.prefill_chunk, after, progress)
                 runner.finish()
         except KeyboardInterrupt as stop:
             raise KeyboardInterrupt(_seal_what_there_is(recorder, stream, out)) from stop
@@ -169,13 +182,15 @@ def _run(
     feeds: Sequence[Feed],
     choose: Choose,
     prefill_chunk: int,
+    after_step: Sequence[Callable[[StepRecord], None]],
     progress: Progress | None,
 ) -> None:
     total = sum(len(feed.tokens) + feed.new_tokens for feed in feeds)
     for feed in feeds:
         n_before = recorder.n_tokens
         for step in _steps(runner, feed, choose, prefill_chunk):
-            recorder.end_step(step)
+            for tell in after_step:
+                tell(step)
             if progress is not None:
                 progress(recorder.n_tokens, total)
         fed = recorder.n_tokens - n_before

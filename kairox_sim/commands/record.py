@@ -109,6 +109,10 @@ def record(
     call_log: Annotated[
         Path | None, typer.Option(help="Also write every call of the neuron cache to this file.")
     ] = None,
+    hidden: Annotated[
+        Path | None,
+        typer.Option(help="Also write the hidden states that `train-predictor` learns from."),
+    ] = None,
     device: Device = "cpu",
     emulate: Emulate = None,
     link: Link = None,
@@ -153,6 +157,7 @@ def record(
                 seed=seed,
                 settings=chosen,
                 call_log=call_log,
+                hidden=hidden,
                 device=device,
                 emulate=emulate,
                 time_scale=time_scale,
