@@ -285,7 +285,7 @@ class LivePipeline:
         y = self._device_kernels.ffn_union(
             x,
             self.slots.slots[layer],
-            places,
+            places.to(x.device),
             self.bundles[layer].spec,
             act=None if act is None else act[:, index],
             gate_b=None if act is not None or here.gate_b is None else here.gate_b[index],

@@ -89,7 +89,10 @@ def generate(
     with device_for(
         chosen, model_dir, device, emulate=emulate, time_scale=time_scale, link=link
     ) as machine:
-        runner = start(model_dir, chosen, machine, prior=prior, kernels=kernels)
+        runner = start(
+            model_dir, chosen, machine, prior=prior, kernels=kernels,
+            context_len=len(ids) + max_new_tokens,
+        )  # fmt: skip
         check_vocabulary(tokenizer, int(runner.config.vocab_size))
         try:
             for token, record in runner.generate(
@@ -106,7 +109,7 @@ def generate(
         except KeyboardInterrupt:
             stopped = True
         on_text(stream.end())
-        run = _result(runner, model_shape(model_dir).name, records, chosen, profile)
+        run = _result(runner, model_shape(model_dir, chosen).name, records, chosen, profile)
     return Generated(
         text=tokenizer.decode(stream.tokens),
         tokens=tuple(stream.tokens),
@@ -135,6 +138,7 @@ def _result(
     device, steps = runner.device, steps_frame(records)
     costs, ending = device.costs, runner.ending
     paced_by = "unpaced" if profile is None else f"slowed {profile.time_scale:g} x"
+    where = next(runner.model.parameters()).device.type
     overruns = device.n_overruns / device.n_ops if device.n_ops else np.nan
     warnings = []
     if costs is not None and overruns > 0.02:
@@ -150,10 +154,11 @@ def _result(
         labels={
             "setting": label(settings),
             "time": "measured" if costs is None else "emulated",
-            "costs": _costs_label(model, None if costs is None else costs.shape.name),
-            "hardware": f"{'cpu' if profile is None else profile.name}, {paced_by}",
-            "gating": settings.gating,
-            "prediction": "look-ahead, live" if runner.pipeline.predicts else "no prediction",
+            "costs": _costs_label(model, settings, None if costs is None else costs.shape.name),
+            "hardware": f"{where if profile is None else profile.name}, {paced_by}",
+            "gating": gating_label(settings.gating, runner.exactness),
+            "numerics": settings.numerics,
+            "prediction": _prediction_label(settings, runner),
         },
         unused_yet=0 if ending is None else ending.unused_yet,
         cancelled_at_end=0 if ending is None else ending.cancelled,
@@ -163,7 +168,19 @@ def _result(
     )
 
 
-def _costs_label(model: str, charged: str | None) -> str:
-    if charged is None or charged == model:
-        return f"{model}, its own costs"
+def _prediction_label(settings: Settings, runner: Runner) -> str:
+    if not runner.pipeline.predicts:
+        return "no prediction"
+    return "look-ahead, live" if settings.predictor_file is None else "trained predictor, live"
+
+
+def gating_label(gating: str, exactness: str) -> str:
+    """The gating, and what it does to the output where that is not nothing."""
+    return gating if exactness == "exact" else f"{gating}; {exactness}"
+
+
+def _costs_label(model: str, settings: Settings, charged: str | None) -> str:
+    if charged is None or settings.model_as in (None, model):
+        rows = "" if settings.weights is None else f", FFN rows {settings.weights}"
+        return f"{model}, its own costs{rows}"
     return f"stand-in: {model} activations, {charged} costs"

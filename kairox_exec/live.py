@@ -27,6 +27,7 @@ from kairox_exec.live_device import (
     this_host,
 )
 from kairox_exec.loading import load_dense, model_sha256
+from kairox_exec.mlp_predictor import load_predictor
 from kairox_exec.runner import Runner, attach
 from kairox_exec.thresholds import read_thresholds
 from kairox_sim.errors import KairoxError
@@ -85,6 +86,14 @@ def start(
             n_layers=shape.n_layers,
             n_neurons=shape.n_neurons,
         )
+    learnt = None
+    if predictor_of(settings) == "rank" and settings.predictor_file is not None:
+        learnt = load_predictor(
+            settings.predictor_file,
+            model_sha256=model_sha256(model_dir),
+            n_layers=shape.n_layers,
+            n_neurons=shape.n_neurons,
+        )
     host = _kernels(kernels)
     thresholds = None
     if settings.thresholds is not None:
@@ -106,6 +115,7 @@ def start(
         trigger=settings.trigger,
         late=settings.late,
         look_ahead=settings.predictor != "none",
+        learnt=learnt,
         always_predict=always_predict,
         audit=audit,
         host_kernels=host,

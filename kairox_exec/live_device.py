@@ -14,6 +14,7 @@ import torch
 
 from kairox_exec.emulated import EmulatedDevice
 from kairox_exec.loading import DTYPES, read_config
+from kairox_exec.mlp_predictor import load_predictor
 from kairox_sim.costs import CostModel, costs_for
 from kairox_sim.errors import KairoxError
 from kairox_sim.hardware import (
@@ -63,6 +64,8 @@ def charged_shape(model_dir: str | Path, settings: Settings) -> ModelShape:
     """The model whose costs are charged: itself or its stand-in, with the rows it is run with."""
     target = target_of(settings, model_shape(model_dir, settings))
     assert target is not None
+    if settings.predictor_file is not None and settings.model_as is None:
+        return replace(target, predictor_rank=load_predictor(settings.predictor_file).rank)
     return target
 
 

@@ -118,7 +118,8 @@ def run_forced(
     device = device_for(settings, model_dir, machine.device, emulate=emulate, time_scale=time_scale)
     records, steps = [], []
     with device:
-        runner = start(model_dir, settings, device, prior=prior)
+        longest = max(tokens.size for tokens in sequences)
+        runner = start(model_dir, settings, device, prior=prior, context_len=longest)
         device.ops.clear()
         runner.keep_ops = keep_ops
         with runner, _no_garbage_collection():

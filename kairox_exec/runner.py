@@ -186,7 +186,9 @@ class Runner:
         self._open: list[Op] = []  # ops that reached beyond the step in which they were logged
         self._seq = self._step = 0
         self._kv_name = kv_argument(model)
-        self.exact = pipeline.bundles[0].gating != "predicted"
+        self._where = next(model.parameters()).device
+        self.approximate = pipeline.bundles[0].spec.activation == "silu"  # by thresholds
+        self.exact = not (pipeline.lossy or self.approximate)
         costs = self.device.costs
         self._load_bytes = pipeline.bundles[0].bundle_bytes if costs is None else costs.bundle_bytes
 
@@ -196,7 +198,14 @@ class Runner:
     @property
     def exactness(self) -> str:
         """What is promised of the neurons that are computed, for labels."""
-        return "exact" if self.exact else "lossy: only what is predicted is computed"
+        if self.exact:
+            return "exact"
+        said = []
+        if self.approximate:
+            said.append("approximate: neurons below an activation threshold are left out")
+        if self.pipeline.lossy:
+            said.append("lossy: only what is predicted is computed")
+        return "; ".join(said)
 
     def __exit__(
         self,
@@ -297,10 +306,10 @@ class Runner:
         knobs = self.cache.controller.knobs
         read = "threshold_scale" in self.cache.policy.knobs
         began_ns = self.pipeline.start_step(step)
-        ids = torch.from_numpy(step.tokens.astype(np.int64))[None]
+        ids = torch.from_numpy(step.tokens.astype(np.int64))[None].to(self._where)
         out = self.model(input_ids=ids, use_cache=True, logits_to_keep=1, **{self._kv_name: kv})
         self.logits = out.logits[0, -1]
-        token = None if choose is None else choose(self.logits)
+        token = None if choose is None else choose(self.logits.cpu())
         ended_ns = self.pipeline.end_step()
         record, layers = self._record(
             step, began_ns, ended_ns, knobs.threshold_scale if read else nan
