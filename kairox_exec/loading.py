@@ -43,6 +43,15 @@ def load_dense(
     return model, config
 
 
+def load_reference(model_dir: str | Path, *, dtype: str = "float32") -> tuple[nn.Module, Any]:
+    """As `load_dense`, of the model as published; one of silu is whole, without thresholds."""
+    raw = read_config(model_dir)
+    none = None
+    if raw.get("hidden_act") == "silu" and isinstance(raw.get("num_hidden_layers"), int):
+        none = (0.0,) * raw["num_hidden_layers"]  # |silu| > 0: silu itself
+    return load_dense(model_dir, dtype=dtype, thresholds=none)
+
+
 def config_for(directory: Path, raw: dict[str, Any], family: Family, rule: Rule) -> Any:
     """The transformers config of a model directory; it carries the rule for `rule_of`."""
     from huggingface_hub.errors import StrictDataclassError

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch.nn import functional
 
 from kairox_exec.live import KernelChoice, device_for, start
-from kairox_exec.loading import load_dense
+from kairox_exec.loading import load_reference
 from kairox_exec.runner import kv_argument
 from kairox_exec.text import Tokenizer, check_vocabulary, encode_file, load_tokenizer, windows
 from kairox_sim.errors import KairoxError
@@ -278,7 +278,7 @@ def _dense_steps(
     """Returns what yields the dense model's logits after the prefill and after every token."""
     from transformers import DynamicCache
 
-    model, config = load_dense(model_dir, dtype=settings.dtype)
+    model, config = load_reference(model_dir, dtype=settings.dtype)
     name = kv_argument(model)
     call: Any = model
 

@@ -19,6 +19,7 @@ from kairox_exec.emulated import EmulatedDevice
 from kairox_exec.families import decoder_layers, family_of
 from kairox_exec.loading import load_dense, model_sha256
 from kairox_exec.runner import load
+from kairox_exec.score import score, score_dense
 from kairox_exec.sparsify import _cut, _histograms, sparsify
 from kairox_exec.text import load_tokenizer
 from kairox_exec.thresholds import Thresholds, Tokens, read_thresholds
@@ -27,6 +28,7 @@ from kairox_sim.cli import main
 from kairox_sim.controllers import Fixed
 from kairox_sim.errors import KairoxError
 from kairox_sim.policies import POLICIES
+from kairox_sim.settings import Settings
 
 
 @pytest.fixture(scope="module")
@@ -182,6 +184,24 @@ def test_a_cut_keeps_the_density(density: float, seed: int, scale: float) -> Non
     threshold, share = _cut(counts, density)
     assert share == pytest.approx(density, abs=0.01)
     assert float((values >= threshold).float().mean()) == pytest.approx(share, abs=1e-6)
+
+
+def test_the_reference_of_a_swiglu_model_is_silu_itself(
+    swiglu_dir: Path, prose: Path, half: Thresholds, tmp_path: Path
+) -> None:
+    """Scored by `score`: the dense model without thresholds, and how far they are from it."""
+    text = {"tokens": 256, "skip": 512, "window": 128}
+    dense = score_dense(swiglu_dir, prose, **text)
+    assert dense.nats_per_token == pytest.approx(half.cost.dense_nats_per_token, abs=1e-4)
+    half.save(tmp_path / "thresholds.json")
+    chosen = Settings(policy="lru", slots=200, thresholds=str(tmp_path / "thresholds.json"))
+    run = score(
+        swiglu_dir, prose, chosen, device="cpu", against_dense=True, kernels="torch", **text
+    )
+    assert "approximate" in run.exactness
+    assert run.nats_per_token == pytest.approx(half.cost.nats_per_token, abs=0.02)
+    assert run.difference is not None
+    assert run.difference.rms_logit_error == pytest.approx(half.cost.rms_logit_error, rel=0.05)
 
 
 def test_histograms_leave_no_hooks(swiglu_dir: Path) -> None:
