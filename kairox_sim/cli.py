@@ -29,13 +29,14 @@ from kairox_sim.commands.simulate import simulate
 from kairox_sim.commands.sparsify import sparsify
 from kairox_sim.commands.sweep import sweep
 from kairox_sim.commands.systems import policies, systems
+from kairox_sim.commands.train_predictor import train_predictor
 from kairox_sim.commands.validate import validate
 from kairox_sim.commands.workload import workload
 from kairox_sim.errors import KairoxError
 
 COMMANDS: tuple[Callable[..., Any], ...] = (
     record, info, workload, group, systems, policies, hardware, models, simulate, sweep, plot, best,
-    calibrate, generate, score, sparsify, validate, doctor,
+    calibrate, generate, score, sparsify, train_predictor, validate, doctor,
 )  # fmt: skip
 BAD_INPUT = 2  # exit code
 
