@@ -17,9 +17,13 @@ import numpy as np
 import torch
 
 from experiments.gpu_check.place import Left, Place
+from kairox_exec.device import Device
+from kairox_exec.families import family_of, rule_of
+from kairox_exec.ffn_spec import Numerics
 from kairox_exec.loading import load_dense
-from kairox_exec.runner import Runner, attach, kv_argument
+from kairox_exec.runner import Runner, kv_argument, run_bundles
 from kairox_exec.text import load_tokenizer
+from kairox_exec.weights import bundle_model
 from kairox_sim.cache import NeuronCache
 from kairox_sim.controllers import Anb, Fixed
 from kairox_sim.policies import POLICIES
@@ -61,14 +65,14 @@ def check_tiny(place: Place, folder: Path, left: Left) -> dict[str, Any]:
 
 
 def run_tiny(
-    place: Place, small: Small, *, policy: str, share: float, **how: Any
+    place: Place, small: Small, *, policy: str, share: float, gating: str, numerics: Numerics
 ) -> tuple[Sequence[torch.Tensor], list[int], dict[str, float]]:
     """Logits after every token, greedy continuation of the first ones, and what was moved.
 
-    share: of the neurons that have a slot. how: of `attach`.
+    share: of the neurons that have a slot.
     """
     with closing(place.new_device()) as device:
-        runner = _attached(place, small, device, policy, share, **how)
+        runner = _attached(place, small, device, policy, share, gating=gating, numerics=numerics)
         logits, moved = [], {"loads": 0.0, "residual": 0.0, "hit_on_time": 0.0}
         with runner:
             for _, record in runner.run([small.tokens], prefill=8, prefill_chunk=4):
@@ -81,7 +85,14 @@ def run_tiny(
 
 
 def _attached(
-    place: Place, small: Small, device: Any, policy: str, share: float, **how: Any
+    place: Place,
+    small: Small,
+    device: Device,
+    policy: str,
+    share: float,
+    *,
+    gating: str,
+    numerics: Numerics,
 ) -> Runner:
     def build(n_layers: int, n_neurons: int) -> NeuronCache:
         slots = round(share * n_neurons)
@@ -94,22 +105,29 @@ def _attached(
             n_layers, n_neurons, slots, chosen, controller, pinned=pinned, swap_neurons=8
         )
 
-    runner = attach(
-        copy.deepcopy(small.model),
+    model, family = copy.deepcopy(small.model), family_of(small.config)
+    rule = rule_of(small.config)
+    bundles = bundle_model(
+        model, family, gating=gating, threshold=rule.thresholds, activation=rule.activation,
+        numerics=numerics,
+    )  # fmt: skip
+    return run_bundles(
+        model.to(place.device),  # bundles stay in host memory
         small.config,
+        family,
+        bundles,
         build,
         device,
         host_kernels=place.host_kernels(),
         device_kernels=place.device_kernels(),
-        **how,
     )
-    runner.model.to(place.device)  # what is left of it: attention, norms, embeddings, head
-    return runner
 
 
 def _fast_against_dense(place: Place, small: Small, gating: str) -> dict[str, Any]:
     expected, greedy = _dense(place, small)
-    logits, mine, moved = run_tiny(place, small, policy="lru", share=0.25, gating=gating)
+    logits, mine, moved = run_tiny(
+        place, small, policy="lru", share=0.25, gating=gating, numerics="fast"
+    )
     scale = float(torch.stack(expected).std())
     worst = max(float((a - b).abs().max()) for a, b in zip(logits, expected, strict=True))
     happened = all(moved.values())
