@@ -65,6 +65,7 @@ def main() -> int:
         sys.stdout.write(NOTHING.format(f"torch is not installed for {sys.executable}"))
         return 0
     from experiments.gpu_check.place import Place, conditions, missing, write_json
+    from kairox_exec.kernels import numba_cpu
 
     why = None if asked.rehearse else missing()
     if why is not None:
@@ -76,6 +77,7 @@ def main() -> int:
     chosen = _chosen(asked.parts)
     write_json(out / "conditions.json", conditions(place))
     sys.stdout.write(f"{place.label}\n")
+    numba_cpu.warm_up()  # seconds of compiling that are in no part's time
     failed = [part.name for part in chosen if not _ran(part, place, out)]
     from experiments.gpu_check.figures import draw
 
