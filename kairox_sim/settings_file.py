@@ -5,13 +5,11 @@ The file is TOML. Paths in it are relative to the folder the command runs in.
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import math
 import os
 import re
-import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -29,6 +27,7 @@ from kairox_sim.placement import Placement
 from kairox_sim.policies import POLICIES, Known, Policy, build_policy
 from kairox_sim.policies.base import Late, Observes, Trigger
 from kairox_sim.policies.future import Future
+from kairox_sim.settings_toml import explain, nearest, read_toml
 from kairox_sim.systems import find_system
 from kairox_sim.units import is_size
 
@@ -37,7 +36,10 @@ Whole = Annotated[int, Field(strict=True, le=2**63 - 1)]  # no bool, and what a 
 _RULE = re.compile(r"(density|ngl)(:\d+)?|vram|all")
 _GROUPS = re.compile(r"([a-z]+):(\d+)")
 # Of the run rather than of the system: kept when another system is chosen.
-_OF_THE_RUN = ("prior", "prior_sha256", "model_as", "seed", "context_start", "prefill_chunk")
+_OF_THE_RUN = (
+    "prior", "prior_sha256", "model_as", "seed", "context_start", "prefill_chunk",
+    "numerics", "weights", "dtype", "vram", "predictor_file", "thresholds",
+)  # fmt: skip
 
 
 class Settings(BaseModel):
@@ -250,26 +252,13 @@ class Settings(BaseModel):
 
 def _require_name(name: str, table: Mapping[str, object], noun: str) -> None:
     if name not in table:
-        raise ValueError(f"unknown {noun} {name!r}; {_nearest(name, table)}")
+        raise ValueError(f"unknown {noun} {name!r}; {nearest(name, table)}")
 
 
 def _require_params(given: Mapping[str, Any], allowed: Sequence[str], owner: str) -> None:
     for name in given:
         if name not in allowed:
-            raise ValueError(f"{owner} has no parameter {name!r}; {_nearest(name, allowed)}")
-
-
-_ALSO_CALLED = {"oracle": "belady", "opt": "belady"}
-
-
-def _nearest(name: str, allowed: Iterable[str]) -> str:
-    names = list(allowed)
-    plain = {re.sub(r"[-_ ]", "", each).lower(): each for each in reversed(names)}
-    given = re.sub(r"[-_ ]", "", name).lower()
-    near = [n for n in (plain.get(given), _ALSO_CALLED.get(given)) if n in names]
-    near += [plain[n] for n in difflib.get_close_matches(given, plain, n=1, cutoff=0.5)]
-    hint = f"did you mean {near[0]!r}? " if near else ""
-    return f"{hint}allowed: {', '.join(names) or 'none'}"
+            raise ValueError(f"{owner} has no parameter {name!r}; {nearest(name, allowed)}")
 
 
 def policy_parameters(name: str) -> list[str]:
@@ -314,7 +303,7 @@ def _find_parameter(key: str, policy: str, controller: str) -> tuple[str, str]:
         if not dot and key in parameters:
             return where, key
     known = [*setting_keys(), *policy_parameters(policy), *controller_parameters(controller)]
-    raise KairoxError(f"unknown key {key!r}; {_nearest(key, known)}")
+    raise KairoxError(f"unknown key {key!r}; {nearest(key, known)}")
 
 
 _ANY = Known(  # enough to try a policy's parameters on one neuron
@@ -370,34 +359,3 @@ def quality_of(prediction: str) -> tuple[float, float] | None:
             f"prediction {prediction!r}: recall must be in [0, 1] and precision in (0, 1]"
         )
     return recall, precision
-
-
-def read_toml(path: str | Path, noun: str) -> dict[str, Any]:
-    """The content of a TOML file; what is wrong with it as KairoxError."""
-    file = Path(path)
-    try:
-        return tomllib.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise KairoxError(f"cannot read the {noun} file {str(file)!r}: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise KairoxError(f"the {noun} file {str(file)!r} is not valid TOML: {error}") from error
-
-
-def explain(error: ValidationError, model: type[BaseModel]) -> str:
-    """One line: each problem with what was got, and of an unknown key the nearest one."""
-    problems = []
-    for item in error.errors():
-        key = ".".join(str(part) for part in item["loc"])
-        if item["type"] == "extra_forbidden":
-            problems.append(f"unknown key {key!r}; {_nearest(key, model.model_fields)}")
-        elif item["type"] == "missing":
-            problems.append(f"missing key {key!r}")
-        elif not key:
-            problems.append(item["msg"].removeprefix("Value error, "))
-        else:
-            said = item["msg"].removeprefix("Value error, ")
-            got = (
-                "" if "got " in said or repr(item["input"]) in said else f" (got {item['input']!r})"
-            )
-            problems.append(f"{key}: {said}{got}")
-    return "; ".join(problems)

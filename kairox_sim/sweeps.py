@@ -42,7 +42,8 @@ from kairox_sim.outputs import require_place
 from kairox_sim.policies import POLICIES
 from kairox_sim.provenance import code_version, profile_sha256
 from kairox_sim.settings import Settings, label
-from kairox_sim.settings_file import explain, owner_of, read_toml, setting_keys, whole_keys
+from kairox_sim.settings_file import owner_of, setting_keys, whole_keys
+from kairox_sim.settings_toml import explain, read_toml
 from kairox_sim.simulation import machine, simulate
 from kairox_sim.systems import find_system
 from kairox_sim.trace import Trace, read_trace
