@@ -277,7 +277,7 @@ def _header(
     hardware: dict[str, Any],
 ) -> TraceHeader:
     shape, pipeline = model_shape(model_dir), runner.pipeline
-    threshold = pipeline.bundles[0].spec.threshold
+    spec = pipeline.bundles[0].spec
     fills = runner.cache.policy.fills
     return TraceHeader(
         model=shape.name,
@@ -285,8 +285,8 @@ def _header(
         n_layers=shape.n_layers,
         n_neurons=shape.n_neurons,
         d_model=shape.d_model,
-        activation=activation_of(threshold),
-        activation_threshold=threshold,
+        activation=activation_of(spec.threshold, spec.activation),
+        activation_threshold=spec.threshold,
         gating=pipeline.bundles[0].gating,
         complete=True,  # oracle and exact gating compute every active neuron
         tokenizer_sha256=tokenizer.sha256,
