@@ -35,7 +35,7 @@ from kairox_exec.weights import NeuronBundles, bundle_model
 from kairox_sim.cache import NeuronCache
 from kairox_sim.errors import KairoxError
 from kairox_sim.policies.base import Late, Trigger
-from kairox_sim.record import LayerWaits, StepRecord
+from kairox_sim.record import LayerWaits, StepRecord, exactness_of
 
 BuildCache = Callable[[int, int], NeuronCache]
 """(n_layers, n_neurons) -> the cache of this run"""
@@ -198,14 +198,8 @@ class Runner:
     @property
     def exactness(self) -> str:
         """What is promised of the neurons that are computed, for labels."""
-        if self.exact:
-            return "exact"
-        said = []
-        if self.approximate:
-            said.append("approximate: neurons below an activation threshold are left out")
-        if self.pipeline.lossy:
-            said.append("lossy: only what is predicted is computed")
-        return "; ".join(said)
+        gating = "predicted" if self.pipeline.lossy else "exact"
+        return exactness_of(gating, approximate=self.approximate)
 
     def __exit__(
         self,

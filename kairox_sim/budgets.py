@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ from kairox_sim.memory import max_layers, max_slots
 from kairox_sim.model import ModelShape, find_shape, with_ffn_weights
 from kairox_sim.placement import whole_layers
 from kairox_sim.policies import POLICIES
+from kairox_sim.predictor_file import rank_of
 from kairox_sim.settings_file import Settings
 from kairox_sim.settings_rules import predictor_of
 from kairox_sim.shape_config import shape_from_config
@@ -140,16 +142,24 @@ def share_by_density(mean_slots: int, prior: Trace) -> list[int]:
 def target_of(settings: Settings, own: ModelShape | None) -> ModelShape | None:
     """The model whose bytes count: `own` or what stands in for it, its FFN rows as they are kept.
 
-    None where neither is known.
+    With the predictor that was trained for `own`; thresholds make a dense SwiGLU model one whose
+    neurons may be left out. None where neither model is known.
     """
     target = own if settings.model_as is None else shape_of(settings.model_as)
-    if target is None or settings.weights is None:
-        return target
-    return with_ffn_weights(target, settings.weights)
+    if target is None:
+        return None
+    if settings.model_as is None and settings.predictor_file is not None:
+        target = replace(target, predictor_rank=rank_of(settings.predictor_file))
+    if settings.thresholds is not None and not target.relu_sparse:
+        target = replace(target, approximate=True)
+    return target if settings.weights is None else with_ffn_weights(target, settings.weights)
 
 
 def shape_of(name_or_path: str) -> ModelShape:
-    """A model of the catalogue by name, or one described by a config.json or the folder with it."""
+    """A model of the catalogue by name, or one described by a config.json or the folder with it.
+
+    A SwiGLU one is dense, unless something says which of its neurons to leave out.
+    """
     if not ("/" in name_or_path or "\\" in name_or_path or name_or_path.endswith(".json")):
         return find_shape(name_or_path)
     path = Path(name_or_path)
@@ -160,4 +170,6 @@ def shape_of(name_or_path: str) -> ModelShape:
         raise KairoxError(f"cannot read the model's {str(file)!r}: {error}") from error
     if not isinstance(config, dict):
         raise KairoxError(f"{str(file)!r} holds a JSON {type(config).__name__}, not an object")
-    return shape_from_config(config, name=file.parent.name or None)
+    dense = config.get("hidden_act") == "silu"
+    shape = shape_from_config(config, name=file.parent.name or None, approximate=dense)
+    return replace(shape, approximate=False)

@@ -24,7 +24,7 @@ from kairox_sim.host import Host
 from kairox_sim.planner import Planner
 from kairox_sim.policies.base import Ids, Late, Share, Trigger
 from kairox_sim.prediction import Predictions
-from kairox_sim.record import StepRecord
+from kairox_sim.record import EXACT, StepRecord, exactness_of
 from kairox_sim.stream import Process, Stream
 from kairox_sim.tally import Tally, record_of
 from kairox_sim.timeline import Slice
@@ -119,6 +119,8 @@ class _Engine:
     on_demand: bool = field(init=False)  # some of what is missing may be copied for its layer-step
     whole: tuple[float, ...] = ()  # in dispatch `layers`: the share of each on the GPU
     all_ids: Ids = field(init=False)
+    knows_active: bool = field(init=False)  # a lossy recording lacks what was not computed
+    exact: bool = field(init=False)  # of every step
     env: simpy.Environment = field(default_factory=simpy.Environment)
     stream: Stream = field(init=False)
     host: Host = field(init=False)
@@ -137,6 +139,10 @@ class _Engine:
         self.n_own = self.lookahead_from if ahead else 0
         self.on_demand = self.dispatch in ("gpu", "cost")
         self.all_ids = np.arange(cache.n_neurons, dtype=np.int32)
+        header = self.trace.header
+        self.knows_active = header.complete or header.synthetic
+        approximate = header.approximate is not None
+        self.exact = exactness_of(self.costs.gating, approximate=approximate) == EXACT
         self._require_that_all_go_together()
         if self.dispatch == "layers":
             self.whole = layers_on_gpu(cache, self.costs)
@@ -305,6 +311,8 @@ class _Engine:
 
     def _look_up(self, layer: int, step: TraceStep) -> Split:
         evaluated = self._evaluated(layer, step)
+        if not self.knows_active:
+            return self.cache.lookup(layer, evaluated, None, self._share(layer, step))
         if self.trace.evaluated_bits is None and self.costs.gating != "dense":
             return self.cache.lookup(layer, evaluated, evaluated, self._share(layer, step))
         share = None if step.n_tokens == 1 else step.share(layer)
@@ -356,6 +364,7 @@ class _Engine:
             step,
             wall_ns=self.stream.free_ns - began_ns,
             context_len=step.context_len + self.context_start,
+            exact=self.exact,
             threshold_scale=threshold_scale if "threshold_scale" in cache.policy.knobs else nan,
         )
         self.records.append(record)

@@ -91,7 +91,8 @@ def as_predicted(trace: Trace, quality: tuple[float, float], trigger: str, seed:
     evaluated.
 
     Misses and false alarms are drawn per layer, evenly over active and silent neurons; the same
-    for a given seed. The result is not complete, and its cost is that of the predicted set.
+    for a given seed. What is evaluated is not all that fires, and its cost is that of what is
+    predicted.
     """
     recall, precision = quality
     header = trace.header

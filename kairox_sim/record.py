@@ -13,6 +13,21 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+EXACT = "exact"
+LOSSY = "lossy: only what is predicted is computed"
+APPROXIMATE = "approximate: neurons below an activation threshold are left out"
+
+
+def exactness_of(gating: str, *, approximate: bool) -> str:
+    """What is promised of the neurons that are computed, for labels: EXACT, or what is missing.
+
+    approximate: silent neurons are not zero, and thresholds leave them out all the same.
+    """
+    if gating == "dense":
+        return EXACT
+    said = [APPROXIMATE] * approximate + [LOSSY] * (gating == "predicted")
+    return "; ".join(said) or EXACT
+
 
 @dataclass(frozen=True, slots=True)
 class StepCounts:
@@ -50,7 +65,7 @@ class StepRecord:
     phase: str  # "prefill" | "decode"
     n_tokens: int
     context_len: int  # tokens in the KV cache after this step
-    exact: bool  # False: neurons that the model would have fired may be missing (lossy gating)
+    exact: bool  # False: neurons that the model would have fired may be missing, see exactness_of
     wall_s: float
     gpu_busy_s: float  # T_gpu: union of GPU work inside the step
     cpu_busy_s: float  # T_cpu: union of the pool's work on residual rows

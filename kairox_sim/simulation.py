@@ -30,7 +30,7 @@ from kairox_sim.policies import BOUNDS, POLICIES
 from kairox_sim.policies.linked import Linked
 from kairox_sim.prediction import OfQuality, Perfect, Predictions, as_predicted, predictions_for
 from kairox_sim.provenance import code_version, inputs_of
-from kairox_sim.record import StepRecord
+from kairox_sim.record import StepRecord, exactness_of
 from kairox_sim.settings import (
     Settings,
     build_cache,
@@ -75,6 +75,7 @@ def simulate(
     profile = machine(hardware, link)
     if settings.vram is not None:
         profile = with_vram(profile, parse_bytes(settings.vram))
+    _require_same_thresholds(settings, header)
     shape = target_shape(settings, header)
     require_sparse(shape, settings.gating)
     _require_one_copy(settings)
@@ -182,8 +183,9 @@ def machine(
 
 def target_shape(settings: Settings, header: TraceHeader) -> ModelShape:
     """The model whose costs are charged: the stand-in's target, or the trace's own."""
+    approximate = header.approximate is not None
     if settings.model_as is not None:
-        return _target(settings, None)
+        return _target(settings, None, approximate)
     try:
         shape = shape_of(header.model)
     except KairoxError as error:
@@ -198,13 +200,16 @@ def target_shape(settings: Settings, header: TraceHeader) -> ModelShape:
                 f"that model has {getattr(shape, name)}; record the trace with it, or name "
                 "another model's costs with --as"
             )
-    return _target(settings, shape)
+    if settings.dtype != "float32":
+        shape = dataclasses.replace(shape, bytes_per_weight=2.0, kv_bytes_per_value=None)
+    return _target(settings, shape, approximate)
 
 
-def _target(settings: Settings, own: ModelShape | None) -> ModelShape:
+def _target(settings: Settings, own: ModelShape | None, approximate: bool) -> ModelShape:
     target = target_of(settings, own)
     assert target is not None, "neither a model of its own nor a stand-in"
-    return target
+    # What is charged for are the sets of the trace, whatever made them.
+    return dataclasses.replace(target, approximate=approximate and not target.relu_sparse)
 
 
 def memory_plan(
@@ -243,6 +248,14 @@ def _require_one_copy(settings: Settings) -> None:
             f"dispatch {settings.dispatch!r} copies on demand what is missing, and trigger 'after' "
             f"would copy it again for its slot; let {settings.policy!r} plan before the layer "
             "computes (--set trigger=serial), or use dispatch concurrent"
+        )
+
+
+def _require_same_thresholds(settings: Settings, header: TraceHeader) -> None:
+    if settings.thresholds is not None and header.approximate is None:
+        raise KairoxError(
+            f"thresholds {settings.thresholds!r} say which neurons of a dense model are left out, "
+            "and the trace was recorded without any: record it with them, or leave them out"
         )
 
 
@@ -321,6 +334,7 @@ def _labels(
         else f"stand-in: {whose} activations, {shape.name} costs",
         "hardware": profile.name,
         "gating": settings.gating,
+        "exactness": exactness_of(settings.gating, approximate=header.approximate is not None),
         "prediction": prediction,
         "activations": "synthetic" if header.synthetic else "recorded",
     }

@@ -68,6 +68,7 @@ COLUMNS: dict[str, pa.DataType] = {
     "machine": TEXT,  # with the link on it
     "costs": TEXT,  # whose activations at whose costs
     "activations": TEXT,  # recorded | synthetic
+    "exactness": TEXT,  # exact, or what is left out
     "prediction_label": TEXT,
     "trace": TEXT,
     "trace_sha256": TEXT,
@@ -335,5 +336,6 @@ def _measured(result: RunResult) -> dict[str, Any]:
         "device_bytes": float(result.provenance["device_bytes"]),
         "costs": result.labels["costs"],
         "activations": result.labels["activations"],
+        "exactness": result.labels["exactness"],
         "prediction_label": result.labels["prediction"],
     }

@@ -48,6 +48,7 @@ def record_of(
     *,
     wall_ns: int,
     context_len: int,
+    exact: bool,
     threshold_scale: float,
 ) -> StepRecord:
     """The record of a step. What the cache calls residual and was fetched counts as fetched."""
@@ -63,7 +64,7 @@ def record_of(
         phase=step.phase,
         n_tokens=step.n_tokens,
         context_len=context_len,
-        exact=costs.gating != "predicted",
+        exact=exact,
         wall_s=wall_ns / NS,
         gpu_busy_s=tally.gpu / NS,
         cpu_busy_s=tally.cpu / NS,

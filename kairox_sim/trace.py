@@ -262,11 +262,9 @@ class Trace:
     def evaluating(self, bits: NDArray[np.uint8], trigger: str) -> "Trace":
         """As a lossy run at `trigger` that was told, and evaluated, uint8[n_rows, n_bytes] `bits`.
 
-        The true sets stay as they are.
+        The true sets stay as they are, and as complete.
         """
-        header = dataclasses.replace(
-            self.header, gating="predicted", complete=False, predicted_trigger=trigger
-        )
+        header = dataclasses.replace(self.header, gating="predicted", predicted_trigger=trigger)
         known = np.ones(len(bits), bool)
         told = {"evaluated": bits, "predicted": bits, "predicted_known": known}
         return self._with(header, {**self._columns, **told}, self._context_len)

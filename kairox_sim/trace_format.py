@@ -52,6 +52,7 @@ class TraceHeader:
     capacities: tuple[int, ...] = ()  # resolved slots per layer while recording
     recorder_overhead: float = math.nan  # share of the step time that recording added
     synthetic: bool = False
+    approximate: str | None = None  # what is left out although it is not zero; None: nothing is
     truncated_at: int | None = None  # tokens kept, where the recording had been cut before sealing
     format_version: int = FORMAT_VERSION
 

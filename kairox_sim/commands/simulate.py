@@ -117,14 +117,17 @@ def print_result(result: RunResult) -> None:
     from rich.table import Table
 
     from kairox_sim.metrics import AGAINST, METRICS
+    from kairox_sim.record import EXACT
 
     labels, summary = result.labels, result.summary
     of_model = summary["tok_s_scaled"]
     if of_model == of_model and of_model != summary["tok_s"]:  # a stand-in: the trace's is no speed
         summary = {"tok_s_scaled": of_model, **summary}
+    exactness = labels.get("exactness", EXACT)
+    lossy = "" if exactness == EXACT else f"; {exactness}"
     table = Table(
         title=f"{labels['setting']} on {labels['hardware']} ({labels['time']})",
-        caption=f"{labels['costs']}; gating {labels['gating']}; {labels['prediction']}",
+        caption=f"{labels['costs']}; gating {labels['gating']}; {labels['prediction']}{lossy}",
     )
     table.add_column("metric")
     table.add_column("value", justify="right")
