@@ -129,6 +129,7 @@ def this_host() -> HardwareProfile:
     nothing = Quantity(value=0.0, source="none kept free")
     return load_profile("pc1").model_copy(
         update={
+            "name": "this-host",
             "vram_bytes": ram,
             "vram_margin_bytes": nothing,
             "decide_blocks_gpu": True,
@@ -143,7 +144,7 @@ def _memory_of(chosen: str, settings: Settings) -> HardwareProfile | None:
         return with_vram(this_host(), parse_bytes(settings.vram))
     if chosen == "cuda":
         free = float(torch.cuda.mem_get_info()[0])
-        return with_vram(load_profile("pc1"), free)
+        return with_vram(load_profile("pc1"), free).model_copy(update={"name": "this-gpu"})
     return None
 
 

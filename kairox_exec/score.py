@@ -170,7 +170,7 @@ def score(
     with device_for(
         chosen, model_dir, device, emulate=emulate, time_scale=time_scale, link=link
     ) as machine:
-        runner = start(model_dir, chosen, machine, prior=prior, kernels=kernels)
+        runner = start(model_dir, chosen, machine, prior=prior, kernels=kernels, context_len=window)
         check_vocabulary(tokenizer, int(runner.config.vocab_size))
         with runner:
             for given in sequences:

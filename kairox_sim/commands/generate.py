@@ -8,6 +8,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kairox_sim.commands.live_options import (
+    Dtype,
+    Numerics,
+    PredictorFile,
+    Thresholds,
+    Vram,
+    Weights,
+)
 from kairox_sim.commands.options import (
     Controller,
     Gating,
@@ -61,6 +69,12 @@ def generate(
     gating: Gating = None,
     model_as: ModelAs = None,
     prior: Prior = None,
+    numerics: Numerics = None,
+    weights: Weights = None,
+    dtype: Dtype = None,
+    vram: Vram = None,
+    predictor_file: PredictorFile = None,
+    thresholds: Thresholds = None,
     set_keys: SetKeys = None,
     device: Device = "auto",
     emulate: Emulate = None,
@@ -88,6 +102,12 @@ def generate(
         gating=gating,
         model_as=model_as,
         prior=prior,
+        numerics=numerics,
+        weights=weights,
+        dtype=dtype,
+        vram=vram,
+        predictor_file=predictor_file,
+        thresholds=thresholds,
         set_keys=set_keys,
     )
     set_threads(threads)

@@ -76,6 +76,12 @@ def settings_from(
     gating: str | None = None,
     model_as: str | None = None,
     prior: Path | None = None,
+    numerics: str | None = None,
+    weights: str | None = None,
+    dtype: str | None = None,
+    vram: str | None = None,
+    predictor_file: Path | None = None,
+    thresholds: Path | None = None,
     set_keys: Sequence[str] | None = None,
 ) -> Settings:
     """The settings of a file, or the defaults, with what was given on the command line put over."""
@@ -89,10 +95,18 @@ def settings_from(
         "gating": gating,
         "model_as": model_as,
         "prior": prior,
+        "numerics": numerics,
+        "weights": weights,
+        "dtype": dtype,
+        "vram": vram,
+        "predictor_file": predictor_file,
+        "thresholds": thresholds,
     }
     overrides: dict[str, Any] = {k: v for k, v in given.items() if v is not None}
     if prior is not None:
         overrides["prior_sha256"] = None  # it was of the other one
+    if predictor_file is not None:
+        overrides["predictor"] = "rank"
     overrides |= parsed_keys(set_keys or ())
     return (Settings() if base is None else Settings.load(base)).with_overrides(overrides)
 

@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from kairox_sim.commands.info import stat_warnings
+from kairox_sim.commands.live_options import (
+    Dtype,
+    Numerics,
+    PredictorFile,
+    Thresholds,
+    Vram,
+    Weights,
+)
 from kairox_sim.commands.options import (
     Controller,
     Gating,
@@ -39,9 +47,7 @@ INTERRUPTED = 130  # exit code, as shells have it: 128 + SIGINT
 Model = Annotated[
     Path, typer.Option(help="A Hugging Face folder: config.json, *.safetensors, tokenizer.json.")
 ]
-Device = Annotated[
-    str, typer.Option(help="auto, cpu (unpaced) or emulated; cuda is not built yet.")
-]
+Device = Annotated[str, typer.Option(help="auto, cuda, cpu (unpaced) or emulated.")]
 Emulate = Annotated[
     str | None, typer.Option(help="The profile an emulated device is paced by: emu-pc1, pc1, ...")
 ]
@@ -101,6 +107,12 @@ def record(
     gating: Gating = None,
     model_as: ModelAs = None,
     prior: Prior = None,
+    numerics: Numerics = None,
+    weights: Weights = None,
+    dtype: Dtype = None,
+    vram: Vram = None,
+    predictor_file: PredictorFile = None,
+    thresholds: Thresholds = None,
     set_keys: SetKeys = None,
     trigger: Annotated[
         str | None,
@@ -134,7 +146,20 @@ def record(
         from kairox_exec.live import set_threads
         from kairox_exec.recording import record as run
 
-    chosen = _settings(settings, policy, controller, slots, gating, model_as, prior, set_keys)
+    chosen = _settings(
+        settings,
+        policy,
+        {"controller": controller, "slots": slots, "prior": prior},
+        gating=gating,
+        model_as=model_as,
+        numerics=numerics,
+        weights=weights,
+        dtype=dtype,
+        vram=vram,
+        predictor_file=predictor_file,
+        thresholds=thresholds,
+        set_keys=set_keys,
+    )
     if trigger is not None:
         chosen = chosen.with_overrides({"trigger": trigger})
     set_threads(threads)
@@ -172,18 +197,10 @@ def record(
 
 
 def _settings(
-    file: Path | None,
-    policy: str | None,
-    controller: str | None,
-    slots: str | None,
-    gating: str | None,
-    model_as: str | None,
-    prior: Path | None,
-    set_keys: list[str] | None,
+    file: Path | None, policy: str | None, of_a_policy: dict[str, Any], **given: Any
 ) -> Settings:
     """The policy whose run is recorded: by default all neurons are resident."""
-    options = {"controller": controller, "slots": slots, "prior": prior}
-    needless = [f"--{name}" for name, value in options.items() if value is not None]
+    needless = [f"--{name}" for name, value in of_a_policy.items() if value is not None]
     if file is None and policy is None and needless:
         raise KairoxError(
             f"{', '.join(needless)} without a policy: by default all neurons are resident, so that "
@@ -191,16 +208,7 @@ def _settings(
         )
     if file is None and policy is None:
         policy = "all"
-    return settings_from(
-        file,
-        policy=policy,
-        controller=controller,
-        slots=slots,
-        gating=gating,
-        model_as=model_as,
-        prior=prior,
-        set_keys=set_keys,
-    )
+    return settings_from(file, policy=policy, **of_a_policy, **given)
 
 
 def _report(path: Path, as_json: bool) -> None:

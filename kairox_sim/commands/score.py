@@ -8,6 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kairox_sim.commands.live_options import (
+    Dtype,
+    Numerics,
+    PredictorFile,
+    Thresholds,
+    Vram,
+    Weights,
+)
 from kairox_sim.commands.options import (
     Controller,
     Gating,
@@ -65,6 +73,12 @@ def score(
     slots: Slots = None,
     gating: Gating = None,
     prior: Prior = None,
+    numerics: Numerics = None,
+    weights: Weights = None,
+    dtype: Dtype = None,
+    vram: Vram = None,
+    predictor_file: PredictorFile = None,
+    thresholds: Thresholds = None,
     set_keys: SetKeys = None,
     device: Device = "auto",
     emulate: Emulate = None,
@@ -79,7 +93,7 @@ def score(
     (budget, policy, timing) changes nothing.
 
     Example: kairox score --model experiments/models/tiny-reglu
-    --text experiments/prompts/prose.txt --slots 100 --policy lru --set numerics=deterministic
+    --text experiments/prompts/prose.txt --slots 100 --policy lru --numerics deterministic
     """
     with exec_extra():
         from kairox_exec.live import set_threads
@@ -94,7 +108,18 @@ def score(
     if dense and (needless or against_dense):
         what = ", ".join([*needless, *(["--against-dense"] if against_dense else [])])
         raise KairoxError(f"--dense scores the plain model, of which {what} say nothing")
-    chosen = settings_from(settings, **given, prior=prior, set_keys=set_keys)
+    chosen = settings_from(
+        settings,
+        **given,
+        prior=prior,
+        numerics=numerics,
+        weights=weights,
+        dtype=dtype,
+        vram=vram,
+        predictor_file=predictor_file,
+        thresholds=thresholds,
+        set_keys=set_keys,
+    )
     set_threads(threads)
     cut: dict[str, Any] = {
         "tokens": tokens, "skip": skip, "prefill": prefill, "window": window,

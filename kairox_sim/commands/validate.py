@@ -7,6 +7,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kairox_sim.commands.live_options import (
+    Dtype,
+    Numerics,
+    PredictorFile,
+    Thresholds,
+    Vram,
+    Weights,
+)
 from kairox_sim.commands.options import (
     Controller,
     Gating,
@@ -49,6 +57,12 @@ def validate(
         str | None, typer.Option("--as", help="Run and simulate at the costs of this model.")
     ] = None,
     prior: Prior = None,
+    numerics: Numerics = None,
+    weights: Weights = None,
+    dtype: Dtype = None,
+    vram: Vram = None,
+    predictor_file: PredictorFile = None,
+    thresholds: Thresholds = None,
     set_keys: SetKeys = None,
     hardware: Annotated[
         Path | None,
@@ -91,6 +105,12 @@ def validate(
             gating=gating,
             model_as=model_as,
             prior=prior,
+            numerics=numerics,
+            weights=weights,
+            dtype=dtype,
+            vram=vram,
+            predictor_file=predictor_file,
+            thresholds=thresholds,
             set_keys=set_keys,
         )
         for file in files or [None]
