@@ -34,6 +34,7 @@ from kairox_exec.text import (
     read_prompts,
     windows,
 )
+from kairox_exec.thresholds import read_thresholds
 from kairox_sim.calllog import CallLogWriter, call_log_header
 from kairox_sim.errors import KairoxError
 from kairox_sim.hardware import HardwareProfile, LinkProfile
@@ -117,7 +118,7 @@ def record(
         hidden = require_place(hidden, "file of hidden states")
         if hidden.exists() and not force:
             raise KairoxError(f"{hidden} exists; name another file for hidden states, or use force")
-    shape = model_shape(model_dir)
+    shape = model_shape(model_dir, settings)
     tokenizer = load_tokenizer(model_dir)
     check_vocabulary(tokenizer, shape.vocab)
     choose = sampler(temperature=temperature, top_p=top_p, seed=seed)
@@ -143,10 +144,11 @@ def record(
     ) as machine:
         learnt_from = load_prior(chosen, prior)
         runner = start(
-            model_dir, chosen, machine, prior=learnt_from, kernels=kernels, always_predict=predicts
-        )
+            model_dir, chosen, machine, prior=learnt_from, kernels=kernels, always_predict=predicts,
+            context_len=max(len(feed.tokens) + feed.new_tokens for feed in feeds),
+        )  # fmt: skip
         _require_context(runner, feeds)
-        header = _header(runner, model_dir, tokenizer, feeds, hardware)
+        header = _header(runner, model_dir, chosen, tokenizer, feeds, hardware)
         if learnt_from is not None:
             require_usable(learnt_from, _empty(header))
         recorder = Recorder(stream, header)
@@ -272,11 +274,13 @@ def _feeds(
 def _header(
     runner: Runner,
     model_dir: str | Path,
+    settings: Settings,
     tokenizer: Tokenizer,
     feeds: Sequence[Feed],
     hardware: dict[str, Any],
 ) -> TraceHeader:
-    shape, pipeline = model_shape(model_dir), runner.pipeline
+    shape, pipeline = model_shape(model_dir, settings), runner.pipeline
+    by = settings.thresholds
     spec = pipeline.bundles[0].spec
     fills = runner.cache.policy.fills
     return TraceHeader(
@@ -288,7 +292,8 @@ def _header(
         activation=activation_of(spec.threshold, spec.activation),
         activation_threshold=spec.threshold,
         gating=pipeline.bundles[0].gating,
-        complete=True,  # oracle and exact gating compute every active neuron
+        complete=not pipeline.lossy,
+        approximate=None if by is None else read_thresholds(by, model_dir).approximate,
         tokenizer_sha256=tokenizer.sha256,
         sequences=tuple(feed.info for feed in feeds),
         predicted_trigger=pipeline.trigger if pipeline.predicts else None,

@@ -17,6 +17,8 @@ from kairox_exec.recorder import Recorder
 from kairox_exec.recording import record
 from kairox_sim.errors import KairoxError
 from kairox_sim.machine_facts import gpu_facts
+from kairox_sim.settings import Settings
+from kairox_sim.simulation import simulate
 from kairox_sim.trace import read_trace
 
 
@@ -45,6 +47,28 @@ def test_header_says_what_was_recorded(
     ]  # fmt: skip
     assert header.hardware["device"] == "cpu"
     assert 0 < header.recorder_overhead < 1
+
+
+def test_a_lossy_recording_says_so_and_is_simulated_as_it_ran(
+    tiny_reglu_dir: Path, prompts_dir: Path, tmp_path: Path
+) -> None:
+    lossy = Settings(
+        policy="lru", slots=100, gating="predicted", predictor="lookahead", trigger="attn_out"
+    )
+    out = record(
+        tiny_reglu_dir, prompts_dir / "code.txt", tmp_path / "t.arrow",
+        tokens=12, prefill=4, settings=lossy,
+    )  # fmt: skip
+    trace = read_trace(out, strict=True)
+    assert (trace.header.gating, trace.header.complete) == ("predicted", False)
+    assert trace.header.approximate is None
+    assert trace.evaluated_bits is not None
+    again = simulate(trace, lossy)
+    assert not again.steps["exact"].any()
+    assert again.steps["active"].isna().all()  # what was not computed may have fired
+    last = trace.at(trace.n_steps - 1)
+    evaluated = sum(last.evaluated(layer).size for layer in range(trace.header.n_layers))
+    assert again.steps["evaluated"].iloc[-1] == evaluated > 0
 
 
 # -- a run that ends early ----------------------------------------------------------------------
