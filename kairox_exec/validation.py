@@ -19,7 +19,7 @@ import pandas as pd
 
 from kairox_exec.calibration import OVERRUN_LIMIT, Calibration
 from kairox_exec.gates import free_running, g1, g2
-from kairox_exec.live import model_shape
+from kairox_exec.live import charged_shape, model_shape
 from kairox_exec.live_run import ForcedText, LiveRun, Machine, run_forced
 from kairox_exec.machine import machine_facts
 from kairox_exec.queue_errors import queue_errors
@@ -40,7 +40,6 @@ from kairox_sim.settings import (
     build_cache,
     label,
     load_prior,
-    shape_of,
     trigger_of,
 )
 from kairox_sim.simulation import costs_of
@@ -288,8 +287,7 @@ def _compare(
     line: tuple[float, float],
     machine: str,
 ) -> tuple[dict[str, Any], Scored]:
-    shape = model_shape(model_dir)
-    target = shape if settings.model_as is None else shape_of(settings.model_as)
+    shape, target = model_shape(model_dir, settings), charged_shape(model_dir, settings)
     policy = POLICIES[settings.policy]
     trigger, late = trigger_of(settings), settings.late or policy.default_late
 
