@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from kairox_sim.costs import CostModel
 from kairox_sim.policies import POLICIES
 from kairox_sim.settings_file import Settings
-from kairox_sim.settings_rules import trigger_of
+from kairox_sim.settings_rules import predictor_of, trigger_of
 
 SORTED_ALIKE = 10  # layers 0 to 9 are in the same order as text and as numbers
 HEADROOM = 0.5  # slots over demand below which no policy can tell itself from another
@@ -100,6 +100,8 @@ def _at_odds(settings: Settings) -> list[str]:
         "layout": None if copied else nothing_copied,
         "swap_neurons": None if settings.groups is None else "a swap is a group",
         "lookahead_from": None if ahead else f"trigger is {trigger_of(settings)!r}",
+        "dtype": None if settings.model_as is None else f"{settings.model_as} is as published",
+        "predictor_file": _no_predictor_file(settings),
         "handovers": f"dispatch is {settings.dispatch!r}"
         if settings.dispatch in ("gpu", "layers")
         else None,
@@ -115,6 +117,15 @@ def _at_odds(settings: Settings) -> list[str]:
             "do not: it is faster than any machine; give groups, or copies gather or row"
         )
     return said
+
+
+def _no_predictor_file(settings: Settings) -> str | None:
+    """Why a trained predictor is not what is charged; None: it is."""
+    if predictor_of(settings) != "rank":
+        return f"predictor is {predictor_of(settings)!r}; give predictor rank"
+    if settings.model_as is not None:
+        return f"the published predictor of {settings.model_as} is charged"
+    return None
 
 
 def _too_late(settings: Settings, costs: CostModel, slots: float, demand: float) -> list[str]:

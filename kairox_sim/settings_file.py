@@ -64,11 +64,15 @@ class Settings(BaseModel):
     context_start: tokens in the KV cache before the trace's first one.
     prediction: "trace" (the recorded column), "perfect", or "recall,precision" such as "0.9,0.8".
     numerics: deterministic: sums in fixed point, the same bits wherever a neuron is computed.
-    weights: how the FFN's rows are stored; None: as the model is (a live run: float32). dtype: of
-    everything else in a live run, the residual stream included.
+    weights: how the FFN's rows are stored; None: as the model is (a live run: as dtype). dtype: of
+    everything else in a live run, the residual stream included. A simulation charges a trace's own
+    model as published, and in 2 bytes a value where dtype is not float32; a stand-in is as its name
+    says (`prosparse-7b@q8_0`), and weights are put over either.
     vram: a size such as "12GiB" in place of the machine's; a budget that is not given is then what
-    fits. predictor_file: of `kairox train-predictor`, for predictor rank. thresholds: of `kairox
-    sparsify`, for a model whose activation is never zero: approximate.
+    fits. predictor_file: of `kairox train-predictor`, for predictor rank: its rank is charged for
+    the model it was trained for, the published one for a stand-in. thresholds: of `kairox
+    sparsify`, for a model whose activation is never zero: approximate. A simulation only replays
+    what they left in its trace, which has to be of such a run.
     prefill_chunk: of a live run; a trace keeps the chunks it was recorded with.
     model_as: replay at the costs of another model, by name or by the path of a config.json.
     """

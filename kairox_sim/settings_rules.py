@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from kairox_sim.policies import POLICIES
@@ -34,8 +35,11 @@ def predictor_of(settings: Settings) -> str:
 # What a label says besides policy and controller, where it is not the default's or the preset's.
 _SAID = (
     "placement", "dispatch", "groups", "layout", "copies", "copies_per_sync", "handovers",
-    "lookahead_from", "observes", "predictor", "swap_neurons", "context_start",
+    "lookahead_from", "observes", "predictor", "swap_neurons", "context_start", "numerics",
+    "weights", "dtype", "vram", "predictor_file", "thresholds",
 )  # fmt: skip
+_NAMED = ("weights", "dtype", "vram")  # whose values do not say what they are of
+_FILES = ("predictor_file", "thresholds")
 
 
 def label(settings: Settings) -> str:
@@ -55,8 +59,8 @@ def label(settings: Settings) -> str:
     for key in _SAID:
         value = getattr(settings, key)
         if value != Settings.model_fields[key].default:
-            name += f" {value}" if isinstance(value, str) else f" {key}={value}"
-    if policy.fills in ("all", "none"):
+            name += _said(key, value)
+    if policy.fills in ("all", "none") or (settings.slots is None and settings.vram is not None):
         return name
     return f"{name} {_slots(settings.slots)}"
 
@@ -68,11 +72,17 @@ def _label_of_system(settings: Settings) -> str:
     for key in (*rules, *_SAID):
         value = getattr(settings, key)
         if value != getattr(preset, key):
-            name += f" {value}" if isinstance(value, str) else f" {key}={value}"
+            name += _said(key, value)
     for key in ("policy_params", "controller_params"):
         if getattr(settings, key) != getattr(preset, key):
             name += _params(getattr(settings, key))
     return name if settings.slots == preset.slots else f"{name} {_slots(settings.slots)}"
+
+
+def _said(key: str, value: object) -> str:
+    if key in _FILES:
+        value = None if value is None else Path(str(value)).stem
+    return f" {value}" if isinstance(value, str) and key not in _NAMED else f" {key}={value}"
 
 
 def _slots(slots: Slots) -> str:

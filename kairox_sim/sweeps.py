@@ -108,10 +108,17 @@ class Sweep(BaseModel):
         except ValidationError as error:
             raise KairoxError(f"sweep {os.fspath(path)!r}: {explain(error, cls)}") from error
 
-    def on(self, hardware: str) -> Self:
-        """The same sweep on one machine instead of those it names."""
-        grid = {axis: values for axis, values in self.grid.items() if axis != "hardware"}
-        return self.model_copy(update={"base": self.base | {"hardware": hardware}, "grid": grid})
+    def on(self, hardware: str | None = None, *, vram: str | None = None) -> Self:
+        """The same sweep on one machine, or with one size of memory, instead of what it names."""
+        asked = {"hardware": hardware, "vram": vram}
+        given = {key: value for key, value in asked.items() if value is not None}
+        return self.model_copy(
+            update={
+                "base": self.base | given,
+                "grid": {axis: v for axis, v in self.grid.items() if axis not in given},
+                "cells": [{k: v for k, v in c.items() if k not in given} for c in self.cells],
+            }
+        )
 
 
 @dataclass(frozen=True, slots=True)

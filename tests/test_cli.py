@@ -377,8 +377,9 @@ def test_models_lists_the_catalogue(capsys: Capture) -> None:
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda c: c.__name__)
 def test_every_command_has_an_example_and_json(command: Any, capsys: Capture) -> None:
-    assert f"Example: kairox {command.__name__} " in " ".join(command.__doc__.split())
-    kairox(command.__name__, "--help")
+    name = command.__name__.replace("_", "-")
+    assert f"Example: kairox {name} " in " ".join(command.__doc__.split())
+    kairox(name, "--help")
     assert "--json" in capsys.readouterr().out
 
 

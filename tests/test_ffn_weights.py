@@ -1,16 +1,21 @@
 """FFN rows in another format than the rest of the model, and device memory given by its size."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from kairox_sim.cli import app
 from kairox_sim.costs import max_slots
 from kairox_sim.errors import KairoxError
 from kairox_sim.hardware import load_profile, with_vram
 from kairox_sim.model import find_shape, with_ffn_weights
+from kairox_sim.oracle import oracle_settings
 from kairox_sim.settings import Settings
 from kairox_sim.simulation import simulate
+from kairox_sim.sweeps import read_table
 from kairox_sim.trace import read_trace
 
 TRACE = Path(__file__).parent.parent / "traces" / "tiny-reglu-eval.arrow"
@@ -89,6 +94,51 @@ def test_smaller_rows_leave_room_for_more() -> None:
         for kind in ("float16", "q8_0", "q4_0")
     ]
     assert slots[0] < slots[1] < slots[2]
+
+
+def test_the_size_of_values_is_a_live_runs() -> None:
+    trace = read_trace(TRACE).select(seqs=[0])  # of tiny-reglu, float32
+    common = {"policy": "lru", "slots": 100}
+    own, halved = (simulate(trace, Settings(**common, dtype=d)) for d in ("float32", "bfloat16"))
+    moved = halved.summary["h2d_bytes_per_token"] / own.summary["h2d_bytes_per_token"]
+    assert moved == pytest.approx(0.5)
+    kept = simulate(trace, Settings(**common, dtype="bfloat16", weights="float32"))
+    assert kept.summary["h2d_bytes_per_token"] == own.summary["h2d_bytes_per_token"]
+    assert kept.summary["gpu_s"] < own.summary["gpu_s"]  # attention, head, keys and values
+    stand_in = simulate(trace, Settings(**common, dtype="bfloat16", model_as="prosparse-7b"))
+    assert "dtype bfloat16 plays no part: prosparse-7b is as published" in stand_in.warnings
+
+
+def test_options_of_the_commands(tmp_path: Path) -> None:
+    asked = ["--as", "prosparse-7b", "--policy", "lru", "--vram", "9GiB", "--json", "--no-oracle"]
+    told = CliRunner().invoke(
+        app,
+        ["simulate", str(TRACE), *asked, "--weights", "q4_0", "--numerics", "deterministic"],
+    )
+    assert told.exit_code == 0, told.output
+    said = json.loads(told.stdout)
+    assert said["provenance"]["vram_bytes"] == 9 * 2**30
+    assert (said["settings"]["weights"], said["settings"]["numerics"]) == ("q4_0", "deterministic")
+    spec = tmp_path / "s.toml"
+    spec.write_text(
+        f'trace = "{TRACE}"\n[base]\nmodel_as = "prosparse-7b"\nvram = "12GiB"\n'
+        '[grid]\nweights = ["float16", "q4_0"]\n[[cells]]\npolicy = "none"\nvram = "10GiB"\n'
+    )
+    out = tmp_path / "t.parquet"
+    told = CliRunner().invoke(
+        app, ["sweep", str(spec), "-o", str(out), "--workers", "1", "--vram", "9GiB"]
+    )
+    assert told.exit_code == 0, told.output
+    table = read_table(out)
+    assert set(table["vram"]) == {"9GiB"}
+    assert table["slots"][0] < table["slots"][1]
+
+
+def test_the_oracle_of_a_run_is_kept_and_computed_as_it_is() -> None:
+    run = Settings(weights="q8_0", numerics="deterministic", dtype="float16", vram="9GiB")
+    asked = oracle_settings(run, [5])
+    assert asked is not None
+    assert (asked.weights, asked.numerics, asked.dtype) == ("q8_0", "deterministic", "float16")
 
 
 def test_a_size_that_is_none() -> None:

@@ -152,7 +152,21 @@ def test_overrides() -> None:
         one.with_overrides({"lru.beta": 0.8})
 
 
+def test_what_is_of_the_run_stays_when_a_system_is_chosen() -> None:
+    run = {"numerics": "deterministic", "weights": "q8_0", "dtype": "bfloat16", "vram": "9GiB",
+           "predictor_file": "p.safetensors", "thresholds": "t.json"}  # fmt: skip
+    moved = Settings(slots=7, **run).with_overrides({"system": "powerinfer"})  # type: ignore[arg-type]
+    assert moved.model_dump().items() >= run.items()
+    assert moved.slots != 7
+
+
 def test_labels() -> None:
+    kept = Settings(numerics="deterministic", weights="q8_0", dtype="bfloat16", vram="9GiB")
+    assert label(kept) == "tam deterministic weights=q8_0 dtype=bfloat16 vram=9GiB"
+    assert label(kept.with_overrides({"slots": 5})).endswith("vram=9GiB 5")
+    assert label(Settings(thresholds="a/half.json", slots=5)) == "tam half 5"
+    system = Settings.of({"system": "powerinfer", "vram": "9GiB"})
+    assert label(system) == "powerinfer vram=9GiB"
     assert label(Settings(controller="anb", slots=128)) == "tam+anb 128"
     assert label(Settings(policy_params={"beta": 0.8})) == "tam(beta=0.8) n/4"
     assert label(Settings(trigger="attn_in", late="stall", slots=(1, 2))) == (

@@ -1,4 +1,4 @@
-"""Options of the commands that run a model: how it is kept, computed and predicted."""
+"""Options of how a model is kept, computed and predicted."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Weights = Annotated[
     str | None,
     typer.Option(
         help="How the FFN's rows are kept: float32, float16, bfloat16, int8, q8_0, q4_0. "
-        "[default: as --dtype]"
+        "[default: as the rest of the model]"
     ),
 ]
 Dtype = Annotated[

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kairox_sim.commands.live_options import Numerics, Vram, Weights
 from kairox_sim.commands.options import (
     Controller,
     Gating,
@@ -43,6 +44,9 @@ def simulate(
     link: Link = None,
     model_as: ModelAs = None,
     prior: Prior = None,
+    numerics: Numerics = None,
+    weights: Weights = None,
+    vram: Vram = None,
     set_keys: SetKeys = None,
     steps: Annotated[
         Path | None, typer.Option(help="Write the record of every step to this Parquet file.")
@@ -77,6 +81,9 @@ def simulate(
         gating=gating,
         model_as=model_as,
         prior=prior,
+        numerics=numerics,
+        weights=weights,
+        vram=vram,
         set_keys=set_keys,
     )
     loaded = read_trace(trace)

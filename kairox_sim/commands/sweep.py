@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kairox_sim.commands.live_options import Vram
 from kairox_sim.commands.options import (
     Json,
     print_json,
@@ -39,6 +40,7 @@ def sweep(
     hardware: Annotated[
         str | None, typer.Option(help="Instead of the file's hardware: a profile or a .toml.")
     ] = None,
+    vram: Vram = None,
     as_json: Json = False,
 ) -> None:
     """Simulate every cell of a sweep file; each row of the table says ok, refused or failed.
@@ -70,8 +72,7 @@ def sweep(
     plan = Sweep.load(spec)
     given = {"trace": trace, "prior": prior}
     plan = plan.model_copy(update={k: str(v) for k, v in given.items() if v is not None})
-    if hardware is not None:
-        plan = plan.on(hardware)
+    plan = plan.on(hardware, vram=vram)
     try:
         with progress() as bar:
             task = bar.add_task("sweeping", total=None)
