@@ -7,33 +7,30 @@ replay what it would have said.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kairox_exec.families import activation_of, family_of
+from kairox_exec.feeds import Feed, Paths, feeds_of, paths_of, require_context
 from kairox_exec.generation import stop_tokens
 from kairox_exec.hidden_states import HiddenStatesWriter
 from kairox_exec.live import KernelChoice, device_for, model_shape, profile_for, start
 from kairox_exec.loading import model_sha256
 from kairox_exec.machine import machine_facts
 from kairox_exec.recorder import Recorder
+from kairox_exec.recording_file import (
+    free_path,
+    keep_what_there_is,
+    seal_recording,
+    seal_what_there_is,
+)
 from kairox_exec.runner import Runner
 from kairox_exec.sampling import Choose, sampler
-from kairox_exec.text import (
-    Tokenizer,
-    check_vocabulary,
-    encode_file,
-    load_tokenizer,
-    read_prompts,
-    windows,
-)
+from kairox_exec.text import Tokenizer, check_vocabulary, load_tokenizer
 from kairox_exec.thresholds import read_thresholds
 from kairox_sim.calllog import CallLogWriter, call_log_header
 from kairox_sim.errors import KairoxError
@@ -43,25 +40,14 @@ from kairox_sim.policies import POLICIES
 from kairox_sim.policies.base import Trigger
 from kairox_sim.record import StepRecord
 from kairox_sim.settings import Settings, load_prior, require_usable
-from kairox_sim.trace import Trace, seal
-from kairox_sim.trace_format import SequenceInfo, TraceHeader
+from kairox_sim.trace import Trace
+from kairox_sim.trace_format import TraceHeader
 
-Paths = str | Path | Sequence[str | Path]
 Progress = Callable[[int, int], None]
 """(tokens done, tokens in all)"""
 
 # Sampled by default: greedy text of a small model runs into a loop, which flatters every cache.
 TEMPERATURE, TOP_P = 0.8, 0.95
-
-
-@dataclass(frozen=True, slots=True)
-class Feed:
-    """One sequence to come: given tokens, and how many of the model's own follow."""
-
-    info: SequenceInfo
-    tokens: NDArray[np.int32]  # [n_tokens]
-    prefill: int  # of `tokens`, the rest are decode steps
-    new_tokens: int = 0
 
 
 def record(
@@ -107,7 +93,7 @@ def record(
     raised again with a message that says where.
     """
     out = Path(out)
-    stream = _free_path(out, force)
+    stream = free_path(out, force)
     if call_log is not None:
         log_place = require_place(call_log, "call log")
         if log_place.resolve() == out.resolve():
@@ -122,8 +108,8 @@ def record(
     tokenizer = load_tokenizer(model_dir)
     check_vocabulary(tokenizer, shape.vocab)
     choose = sampler(temperature=temperature, top_p=top_p, seed=seed)
-    feeds = _feeds(
-        tokenizer, _paths(texts), _paths(prompts),
+    feeds = feeds_of(
+        tokenizer, paths_of(texts), paths_of(prompts),
         tokens=tokens, skip=skip, prefill=prefill, window=window,
     )  # fmt: skip
     chosen = _with_trigger(settings or Settings(policy="all"), trigger)
@@ -147,7 +133,7 @@ def record(
             model_dir, chosen, machine, prior=learnt_from, kernels=kernels, always_predict=predicts,
             context_len=max(len(feed.tokens) + feed.new_tokens for feed in feeds),
         )  # fmt: skip
-        _require_context(runner, feeds)
+        require_context(runner.config, feeds)
         header = _header(runner, model_dir, chosen, tokenizer, feeds, hardware)
         if learnt_from is not None:
             require_usable(learnt_from, _empty(header))
@@ -169,13 +155,13 @@ def record(
                 _run(runner, recorder, feeds, choose, chosen.prefill_chunk, after, progress)
                 runner.finish()
         except KeyboardInterrupt as stop:
-            raise KeyboardInterrupt(_seal_what_there_is(recorder, stream, out)) from stop
+            raise KeyboardInterrupt(seal_what_there_is(recorder, stream, out)) from stop
         except KairoxError as error:
-            raise KairoxError(f"{error}. {_keep_what_there_is(recorder, stream)}") from error
+            raise KairoxError(f"{error}. {keep_what_there_is(recorder, stream)}") from error
         except BaseException:
-            _keep_what_there_is(recorder, stream)
+            keep_what_there_is(recorder, stream)
             raise
-    return _seal(recorder, stream, out)
+    return seal_recording(recorder, stream, out)
 
 
 def _run(
@@ -219,58 +205,6 @@ def _steps(runner: Runner, feed: Feed, choose: Choose, prefill_chunk: int) -> It
         yield step
 
 
-def _feeds(
-    tokenizer: Tokenizer,
-    texts: Sequence[Path],
-    prompts: Sequence[Path],
-    *,
-    tokens: int,
-    skip: int,
-    prefill: int,
-    window: int,
-) -> list[Feed]:
-    if bool(texts) == bool(prompts):
-        raise KairoxError(
-            "a recording is of text files that the model reads, or of prompts that it writes on "
-            f"from; got {len(texts)} texts and {len(prompts)} prompts files"
-        )
-    feeds: list[Feed] = []
-    for path in texts:
-        text = encode_file(path, tokenizer)
-        try:
-            cut = windows(text.token_ids, tokens=tokens, skip=skip, prefill=prefill, window=window)
-        except KairoxError as error:
-            raise KairoxError(f"{path}: {error}") from error
-        for part in cut:
-            info = SequenceInfo(
-                seq=len(feeds),
-                domain=text.domain,
-                source=text.source.name,
-                source_sha256=text.source.sha256,
-                token_start=part.token_start,
-                token_stop=part.token_stop,
-            )
-            given = np.concatenate([part.prefill, part.decode])
-            feeds.append(Feed(info, given, prefill=len(part.prefill)))
-    if prompts and tokens < 0:
-        raise KairoxError(f"tokens must be 0 or more, got {tokens}")
-    for path in prompts:
-        for prompt in read_prompts(path):
-            ids = tokenizer.encode(prompt.text, special_tokens=True)
-            # The prompt's own hash: the prompts of one file are texts of their own.
-            info = SequenceInfo(
-                seq=len(feeds),
-                domain=prompt.domain,
-                source=prompt.source.name,
-                source_sha256=hashlib.sha256(prompt.text.encode()).hexdigest(),
-                token_start=0,
-                token_stop=len(ids),
-                generated=True,
-            )
-            feeds.append(Feed(info, ids, prefill=len(ids), new_tokens=tokens))
-    return feeds
-
-
 def _header(
     runner: Runner,
     model_dir: str | Path,
@@ -309,67 +243,9 @@ def _with_trigger(settings: Settings, trigger: Trigger) -> Settings:
     return settings
 
 
-def _require_context(runner: Runner, feeds: Sequence[Feed]) -> None:
-    longest = int(runner.config.max_position_embeddings)
-    for feed in feeds:
-        if len(feed.tokens) > longest:
-            what = "prompt" if feed.info.generated else "window"
-            raise KairoxError(
-                f"a {what} of {feed.info.source} has {len(feed.tokens)} tokens; the model's "
-                f"context holds {longest}. Give a shorter {what}"
-            )
-
-
-def _paths(given: Paths) -> list[Path]:
-    return [Path(given)] if isinstance(given, str | Path) else [Path(path) for path in given]
-
-
 def _empty(header: TraceHeader) -> Trace:
     none = np.zeros(0, np.int64)
     bits = np.zeros((0, header.n_neurons), bool)
     return Trace.from_arrays(
         header, seq=none, step=none, token=none, layer=none, phase=none, bits=bits
     )
-
-
-# -- the file ---------------------------------------------------------------------------------
-
-
-def _free_path(out: Path, force: bool) -> Path:
-    """Where to stream to, so that nothing that is already recorded can be lost."""
-    if not out.parent.is_dir():
-        raise KairoxError(f"there is no folder {out.parent} to record {out.name} in")
-    if not out.exists():
-        return out
-    if out.is_dir():
-        raise KairoxError(f"{out} is a folder; name the file to record")
-    if not force:
-        raise KairoxError(f"{out} exists; name another file, or overwrite it with --force")
-    beside = out.with_name(out.name + ".recording")
-    if beside.exists():
-        raise KairoxError(
-            f"{beside} is of a recording that did not end; rename it to keep it, or remove it"
-        )
-    return beside
-
-
-def _seal(recorder: Recorder, stream: Path, out: Path) -> Path:
-    sealed = seal(stream, out, header_updates={"recorder_overhead": recorder.overhead})
-    if stream != out:
-        stream.unlink()
-    return sealed
-
-
-def _seal_what_there_is(recorder: Recorder, stream: Path, out: Path) -> str:
-    if recorder.n_steps == 0:
-        stream.unlink()
-        return "stopped before the first step; nothing was recorded"
-    _seal(recorder, stream, out)
-    return f"stopped; the first {recorder.n_tokens} tokens are in {out}"
-
-
-def _keep_what_there_is(recorder: Recorder, stream: Path) -> str:
-    if recorder.n_steps == 0:
-        stream.unlink()
-        return "Nothing was recorded"
-    return f"The {recorder.n_tokens} tokens before it are in {stream}"
