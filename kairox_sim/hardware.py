@@ -2,9 +2,10 @@
 
 A machine's TOML is complete (as `kairox calibrate` writes it), or names bundled parts with `gpu`,
 `cpu` and `link` and adds only what is its own: `profiles/base/datasheet.toml` is laid under the
-parts, and the machine's own entries over them. Knows nothing of models: `costs` turns a profile and
-a shape into seconds. A profile's `time_scale` says how much slower than its original an emulated
-machine runs; it is already in the numbers and is never multiplied into or out of a result.
+parts, and the machine's own entries over them; or it names a bundled machine with `like` and says
+what differs. Knows nothing of models: `costs` turns a profile and a shape into seconds. A profile's
+`time_scale` says how much slower than its original an emulated machine runs; it is already in the
+numbers and is never multiplied into or out of a result.
 """
 
 from __future__ import annotations
@@ -339,8 +340,16 @@ def _parts_named_in(text: str) -> dict[str, str]:
 
 
 def _with_parts(data: dict[str, Any], label: str) -> dict[str, Any]:
-    """A machine's own entries over those of the parts it names; complete ones as they are."""
+    """A machine's own entries over those of the parts or of the machine that it names; complete
+    ones as they are."""
     own = dict(data)
+    if (like := own.pop("like", None)) is not None:
+        if not isinstance(like, str) or like not in bundled_profiles():
+            raise KairoxError(
+                f"hardware profile {label!r}: 'like' is {like!r}, must be the name of a bundled "
+                f"machine: {', '.join(bundled_profiles())}"
+            )
+        return _over(_with_parts(read(like, _PROFILES, "hardware profile"), like), own)
     named = {kind: own.pop(kind) for kind in ("gpu", "cpu", "link") if kind in own}
     if not named:
         return own

@@ -113,6 +113,18 @@ def test_own_entries_lie_over_the_parts(tmp_path: Path) -> None:
     assert whole == mine
 
 
+def test_a_machine_like_another_but_for_what_it_says(tmp_path: Path) -> None:
+    beside, waits = load_profile("emu-pc1-async"), load_profile("emu-pc1")
+    assert waits.decide_blocks_gpu
+    assert beside == waits.model_copy(update={"name": beside.name, "decide_blocks_gpu": False})
+    other = load_profile(written(tmp_path, {"name": "mine", "like": "pc1", "gate": OWN["gate"]}))
+    assert other.gate.fixed_s.source == "measured here"
+    assert other.attention == load_profile("pc1").attention
+    for like in ("pc11", 3):
+        with pytest.raises(KairoxError, match=f"'like' is {like!r}.*bundled machine: emu-pc1"):
+            load_profile(written(tmp_path, {"name": "mine", "like": like}))
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
