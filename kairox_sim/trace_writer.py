@@ -17,7 +17,7 @@ class TraceWriter:
     """Records layer-steps into an Arrow IPC stream; what was acknowledged survives a kill.
 
     Only whole steps reach the file: `steps_per_batch` of them at a time, each batch with its
-    checksum and on the disk before `append` returns. An exception inside the `with` block keeps
+    checksum and out of the process before `append` returns. An exception inside the `with` block keeps
     the whole steps and leaves the file without its end mark: readers then say that it was cut.
     """
 
