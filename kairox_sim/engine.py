@@ -8,7 +8,7 @@ things take, the trace says what fires. Time is integer nanoseconds. One process
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import nan
 
 import numpy as np
@@ -119,7 +119,9 @@ class _Engine:
     on_demand: bool = field(init=False)  # some of what is missing may be copied for its layer-step
     whole: tuple[float, ...] = ()  # in dispatch `layers`: the share of each on the GPU
     all_ids: Ids = field(init=False)
-    knows_active: bool = field(init=False)  # a lossy recording lacks what was not computed
+    # When it looks up: a lossy recording lacks what was not computed, and a screened run's neurons
+    # decide only then.
+    knows_active: bool = field(init=False)
     exact: bool = field(init=False)  # of every step
     env: simpy.Environment = field(default_factory=simpy.Environment)
     stream: Stream = field(init=False)
@@ -140,7 +142,8 @@ class _Engine:
         self.on_demand = self.dispatch in ("gpu", "cost")
         self.all_ids = np.arange(cache.n_neurons, dtype=np.int32)
         header = self.trace.header
-        self.knows_active = header.complete or header.synthetic
+        decided = header.complete and header.gating != "screened"
+        self.knows_active = decided or header.synthetic
         approximate = header.approximate is not None
         self.exact = exactness_of(self.costs.gating, approximate=approximate) == EXACT
         self._require_that_all_go_together()
@@ -367,6 +370,9 @@ class _Engine:
             exact=self.exact,
             threshold_scale=threshold_scale if "threshold_scale" in cache.policy.knobs else nan,
         )
+        if self.trace.header.complete and not self.knows_active:
+            n_active = sum(step.active(layer).size for layer in range(cache.n_layers))
+            record = replace(record, active=float(n_active))
         self.records.append(record)
         cache.end_step(record, tally.layer_waits(cache.n_layers))
         if self.on_step is not None:

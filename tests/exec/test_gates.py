@@ -36,6 +36,12 @@ SETTINGS = [
     Settings(policy="lru", slots=200, trigger="attn_out", late="stall"),
     Settings(policy="lfu", slots=150, trigger="serial", late="stall"),
     Settings(policy="lfu", slots=[300, 50, 60, 70, 80, 90], trigger="instant"),
+    Settings(policy="tam", slots=200, policy_params=LOW, gating="screened"),
+    Settings(policy="lru", slots=150, gating="screened"),
+    Settings(policy="tam", slots=200, policy_params=LOW, gating="predicted", predictor="lookahead"),
+    Settings(policy="lru", slots=150, gating="predicted", predictor="lookahead"),
+    Settings(policy="lfu", slots=150, trigger="serial", gating="predicted", predictor="lookahead"),
+    Settings(policy="tam", slots=200, policy_params=LOW, numerics="deterministic"),
 ]
 
 
@@ -55,8 +61,8 @@ class Live:
 
     def costs(self) -> CostModel:
         predictor = predictor_of(self.settings)
-        return costs_for(load_profile("pc1"), find_shape("tiny-reglu"), "exact", trace_layers=6,
-                         trace_neurons=896, predictor=predictor)  # fmt: skip
+        return costs_for(load_profile("pc1"), find_shape("tiny-reglu"), self.settings.gating,
+                         trace_layers=6, trace_neurons=896, predictor=predictor)  # fmt: skip
 
     def how(self) -> dict[str, Any]:
         trigger = trigger_of(self.settings)
