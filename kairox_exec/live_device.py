@@ -107,18 +107,15 @@ def emulated_profile(
 
 
 def choose_device(name: str) -> str:
-    """cuda, emulated or cpu: `auto` is the best that there is."""
+    """emulated or cpu: `auto` is the best that there is."""
     if name not in DEVICES:
         raise KairoxError(f"unknown device {name!r}; allowed: {', '.join(DEVICES)}")
-    found = torch.cuda.is_available()
-    if name == "cuda" and not found:
-        raise KairoxError(
-            "device 'cuda' needs a CUDA GPU and a torch that is built for it, and torch finds none "
-            "here; use cpu, or emulated (with --emulate)"
+    if name == "cuda":
+        why = (
+            "is not built yet" if torch.cuda.is_available() else "needs a CUDA GPU: torch sees none"
         )
-    if name == "auto":
-        return "cuda" if found else "cpu"
-    return name
+        raise KairoxError(f"device 'cuda' {why}; use cpu, or emulated (with --emulate)")
+    return "cpu" if name == "auto" else name
 
 
 def this_host() -> HardwareProfile:
@@ -136,16 +133,6 @@ def this_host() -> HardwareProfile:
             "time_scale": 1.0,
         }
     )
-
-
-def _memory_of(chosen: str, settings: Settings) -> HardwareProfile | None:
-    """The device memory that budgets are planned for; None where nothing says how much it is."""
-    if settings.vram is not None:
-        return with_vram(this_host(), parse_bytes(settings.vram))
-    if chosen == "cuda":
-        free = float(torch.cuda.mem_get_info()[0])
-        return with_vram(load_profile("pc1"), free).model_copy(update={"name": "this-gpu"})
-    return None
 
 
 def profile_for(
@@ -184,7 +171,8 @@ def device_for(
                     "use device 'emulated', or leave it out"
                 )
         device = EmulatedDevice()
-        device.profile = _memory_of(chosen, settings)
+        if settings.vram is not None:
+            device.profile = with_vram(this_host(), parse_bytes(settings.vram))
         return device
     if emulate is None:
         raise KairoxError("device 'emulated' needs a profile to emulate, such as emu-pc1 or pc1")

@@ -47,7 +47,7 @@ INTERRUPTED = 130  # exit code, as shells have it: 128 + SIGINT
 Model = Annotated[
     Path, typer.Option(help="A Hugging Face folder: config.json, *.safetensors, tokenizer.json.")
 ]
-Device = Annotated[str, typer.Option(help="auto, cuda, cpu (unpaced) or emulated.")]
+Device = Annotated[str, typer.Option(help="auto, cpu (unpaced) or emulated; cuda is not built yet.")]
 Emulate = Annotated[
     str | None, typer.Option(help="The profile an emulated device is paced by: emu-pc1, pc1, ...")
 ]
