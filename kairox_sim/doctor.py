@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import importlib
 import platform
+import subprocess
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -19,15 +20,22 @@ import numpy as np
 import psutil
 
 from kairox_sim.errors import KairoxError
-from kairox_sim.hardware import HardwareProfile, load_profile, with_vram
+from kairox_sim.hardware import HardwareProfile, bundled_gpus, load_gpu, load_profile, with_vram
 from kairox_sim.machine_facts import gpu_facts, host_facts
 from kairox_sim.memory import fits, max_slots
 from kairox_sim.model import CATALOGUE, ModelShape, find_shape, quantised
-from kairox_sim.pcie import SYSFS, PcieLink, link_bytes_per_s, sysfs_links
+from kairox_sim.pcie import SYSFS, PcieLink, content_of, link_bytes_per_s, sysfs_links
 
 CPUINFO = Path("/proc/cpuinfo")
-CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
+# Of version 2 and of version 1; "max", or a number beyond any memory, where there is no limit.
+CGROUP_LIMITS = (
+    Path("/sys/fs/cgroup/memory.max"),
+    Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
+)
 FEATURES = ("avx2", "f16c", "avx512f", "avx512_vnni", "avx512_bf16", "avx_vnni", "amx_tile")
+ARM_FEATURES = ("asimd", "asimddp", "i8mm", "bf16", "sve")
+SYSCTL = ("machdep.cpu.features", "machdep.cpu.leaf7_features")  # of a Mac with an Intel CPU
+CONTEXT = 2048  # tokens
 MEASURE_BYTES = 256 * 2**20  # beyond every cache that a desktop has
 REPEATS = 5
 LINK_SHARE = 0.78  # of a link's line rate that copies reach: 24.5 of 31.5 GB/s, as of profile pc1
@@ -85,7 +93,7 @@ class Doctor:
     features: dict[str, bool] | None
     pinned_limit_bytes: int | None
     bandwidth: Bandwidth | None
-    limits: tuple[Limit, ...]
+    limits: tuple[Limit, Limit, Limit]
     budgets: tuple[Budget, ...]
     notes: tuple[str, ...]
 
@@ -115,13 +123,19 @@ def diagnose(
         bandwidth = measured_bandwidth()
     limit, limit_note = pinned_limit()
     notes += [limit_note] if limit_note else []
-    notes += _warnings(host, gpus, links)
+    notes += warnings_of(host, gpus, links)
     memory = vram_bytes or (int(gpus[0]["memory_bytes"]) if gpus and gpus[0]["memory_bytes"] else 0)
     budgets: tuple[Budget, ...] = ()
     if memory:
         budgets = tuple(budgets_for(memory))
     else:
         notes.append("which budget fits is not known without device memory: give --vram 12GiB")
+    device = None if not gpus else stream_rate(gpus[0]["name"])
+    if gpus and device is None:
+        notes.append(
+            f"how fast {gpus[0]['name'] or 'this GPU'} reads its memory is not known: no bundled "
+            "GPU has its name; `kairox calibrate` measures it"
+        )
     return Doctor(
         host=host,
         gpus=gpus,
@@ -129,7 +143,7 @@ def diagnose(
         features=cpu_features(),
         pinned_limit_bytes=limit,
         bandwidth=bandwidth,
-        limits=limits_of(find_shape(model), bandwidth, links),
+        limits=limits_of(find_shape(model), bandwidth, links, device),
         budgets=budgets,
         notes=tuple(notes),
     )
@@ -160,17 +174,39 @@ def _read_rate(data: np.ndarray[Any, np.dtype[np.int64]], n_threads: int) -> flo
     return data.nbytes / median(seconds)
 
 
-def cpu_features(cpuinfo: Path = CPUINFO) -> dict[str, bool] | None:
-    """Which of FEATURES the processor has; None where the system does not say."""
+def cpu_features(
+    cpuinfo: Path = CPUINFO, system: str | None = None, sysctl: str = "sysctl"
+) -> dict[str, bool] | None:
+    """Which of FEATURES (of an Arm CPU: ARM_FEATURES) there are; None where nothing says."""
+    if (system or platform.system()) == "Darwin":
+        return _features_of_mac(sysctl)
     try:
         text = cpuinfo.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return None
-    flags = next((line for line in text.splitlines() if line.startswith("flags")), None)
-    if flags is None:
+    for key, names in (("flags", FEATURES), ("Features", ARM_FEATURES)):
+        line = next((line for line in text.splitlines() if line.startswith(key)), None)
+        if line is not None:
+            has = set(line.partition(":")[2].split())
+            return {name: name in has for name in names}
+    return None
+
+
+def _features_of_mac(sysctl: str) -> dict[str, bool] | None:
+    try:
+        told = subprocess.run(
+            [sysctl, "-n", *SYSCTL], capture_output=True, text=True, check=True, timeout=5
+        )
+    except (OSError, subprocess.SubprocessError):  # an Apple CPU has no such keys
         return None
-    has = set(flags.partition(":")[2].split())
+    has = set(told.stdout.lower().replace("avx512vnni", "avx512_vnni").split())
     return {name: name in has for name in FEATURES}
+
+
+def stream_rate(gpu: str | None) -> float | None:
+    """Bytes a second of the bundled GPU of this name, such as "NVIDIA GeForce RTX 4070"."""
+    plain = "".join((gpu or "").lower().replace("nvidia", "").replace("geforce", "").split())
+    return load_gpu(plain).stream_bytes_per_s.value if plain in bundled_gpus() else None
 
 
 def pinned_limit() -> tuple[int | None, str]:
@@ -194,9 +230,12 @@ def pinned_limit() -> tuple[int | None, str]:
 
 
 def limits_of(
-    shape: ModelShape, bandwidth: Bandwidth | None, links: list[PcieLink]
-) -> tuple[Limit, ...]:
-    """One decode token with half of what fires resident: host memory against the link."""
+    shape: ModelShape,
+    bandwidth: Bandwidth | None,
+    links: list[PcieLink],
+    device_bytes_per_s: float | None = None,
+) -> tuple[Limit, Limit, Limit]:
+    """One decode token with half of what fires resident: device memory, host memory, the link."""
     share = shape.active_share
     if share is None:
         raise KairoxError(
@@ -209,24 +248,34 @@ def limits_of(
     link = None if not line or line[0] is None else line[0] * LINK_SHARE
     dram = None if bandwidth is None else bandwidth.all_threads_bytes_per_s
     what = f"{missing:,.0f} neurons of {shape.bundle_bytes('exact') / 1024:.4g} KiB"
+    layer = shape.attention_bytes + shape.gate_bytes + CONTEXT * shape.kv_bytes_per_token
+    resident = shape.n_layers * shape.n_neurons * share * RESIDENT * shape.bundle_bytes("exact")
+    on_device = shape.n_layers * layer + shape.head_bytes + resident
+    how = f"attention, gate, head, {CONTEXT:,} tokens of keys and values, the other half"
     return (
+        Limit("device memory", on_device, device_bytes_per_s, how),
         Limit("host memory", n_bytes, dram, f"the CPU computes the missing half: {what}"),
         Limit("link", n_bytes, link, "the missing half is copied instead, at the link's best"),
     )
 
 
-def verdict_of(limits: tuple[Limit, ...]) -> str:
-    """Which part sets the pace, or what is not known for saying so."""
-    known = {limit.part: limit.seconds for limit in limits if limit.seconds is not None}
+def verdict_of(limits: tuple[Limit, Limit, Limit]) -> str:
+    """Which part sets the pace, or what is not known for saying so.
+
+    What is missing is computed or copied, by whichever is faster, beside what the device reads.
+    """
+    known = [(limit.seconds, limit.part) for limit in limits if limit.seconds is not None]
     if len(known) < len(limits):
         missing = ", ".join(limit.part for limit in limits if limit.seconds is None)
         return f"what limits this machine is not known: the rate of {missing} is not"
-    fast, slow = sorted(known, key=lambda part: known[part] or 0.0)
-    ratio = (known[slow] or 0.0) / (known[fast] or 1.0)
+    device, *misses = known
+    fast, slow = sorted(misses)
+    pace_s, pace = max(device, fast)
     return (
-        f"{slow} is {ratio:.1f} times as slow as {fast} for the same neurons: "
+        f"{pace} sets the pace of a token, {pace_s * 1e3:.1f} ms at least. {slow[1]} is "
+        f"{slow[0] / fast[0]:.1f} times as slow as {fast[1]} for the same neurons: "
         + ("computing a miss beats copying it, unless it is used again"
-           if slow == "link" else "copying a miss beats computing it")
+           if slow[1] == "link" else "copying a miss beats computing it")
     )  # fmt: skip
 
 
@@ -244,8 +293,8 @@ def budgets_for(vram_bytes: int) -> list[Budget]:
 def _budget(
     profile: HardwareProfile, name: str, shape: ModelShape, kind: str, vram_bytes: int
 ) -> Budget:
-    empty = fits(profile, shape, "exact", 0, 2048, predictor="none")
-    slots = max_slots(profile, shape, "exact", 2048, predictor="none") if empty.fits else None
+    empty = fits(profile, shape, "exact", 0, CONTEXT, predictor="none")
+    slots = max_slots(profile, shape, "exact", CONTEXT, predictor="none") if empty.fits else None
     return Budget(name, kind, slots, shape.n_neurons, empty.total, vram_bytes)
 
 
@@ -262,15 +311,19 @@ def _links(gpus: list[dict[str, Any]] | None, sysfs: Path) -> list[PcieLink]:
     return told if told and len(known) == len(told) else sysfs_links(sysfs) or told
 
 
-def _warnings(
-    host: dict[str, Any], gpus: list[dict[str, Any]] | None, links: list[PcieLink]
+def warnings_of(
+    host: dict[str, Any],
+    gpus: list[dict[str, Any]] | None,
+    links: list[PcieLink],
+    cgroup_limits: Sequence[Path] = CGROUP_LIMITS,
 ) -> list[str]:
+    """What about this machine makes it slower, or what was measured on it."""
     said = []
     for link in links:
         if link.lanes_max is not None and link.lanes is not None and link.lanes < link.lanes_max:
             said.append(
                 f"the GPU has {link.lanes} of {link.lanes_max} PCIe lanes: another slot may have "
-                "more, and the link is what swaps go over"
+                "more (riser cables and second slots often have 4), and swaps go over them"
             )
         if link.generation is not None and (link.generation_max or 0) > link.generation:
             said.append(
@@ -281,17 +334,21 @@ def _warnings(
         cap, draw = gpu["power_limit_w"], gpu["power_w"]
         if cap is not None and draw is not None and draw > 0.95 * cap:
             said.append(f"the GPU draws {draw:.0f} W of the {cap:.0f} W it is limited to")
+        usual = gpu["power_default_w"]
+        if cap is not None and usual is not None and cap < 0.9 * usual:
+            said.append(
+                f"the GPU is limited to {cap:.0f} W, and {usual:.0f} W is usual: it may be slower "
+                "than others of its kind (nvidia-smi -q -d POWER)"
+            )
     if host["on_battery"]:
         said.append("running on battery: clocks are lowered")
     swap = psutil.swap_memory()
     if swap.total and swap.percent > 10:
         said.append(f"{swap.used / 1e9:.1f} GB are swapped out: weights may be, too")
-    try:
-        allowed = CGROUP_LIMIT.read_text().strip()
-    except OSError:
-        allowed = "max"
-    if allowed.isdecimal() and int(allowed) < host["memory_bytes"]:
-        said.append(f"this container may use {int(allowed) / 1e9:.1f} GB of memory")
+    for path in cgroup_limits:
+        allowed = content_of(path) or "max"
+        if allowed.isdecimal() and int(allowed) < host["memory_bytes"]:
+            said.append(f"this container may use {int(allowed) / 1e9:.1f} GB of memory")
     load, threads = host["load_1min"], host["cpu"]["threads"]
     if load is not None and threads and load > 0.5 * threads:
         said.append(f"{load:.1f} programs compute already: what was measured is low")

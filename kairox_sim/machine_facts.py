@@ -83,6 +83,9 @@ def _gpu(nvml: Any, handle: Any) -> dict[str, Any]:
         "celsius": known(lambda: nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU)),
         "power_w": watts(known(lambda: nvml.nvmlDeviceGetPowerUsage(handle))),
         "power_limit_w": watts(known(lambda: nvml.nvmlDeviceGetEnforcedPowerLimit(handle))),
+        "power_default_w": watts(
+            known(lambda: nvml.nvmlDeviceGetPowerManagementDefaultLimit(handle))
+        ),
         "pcie_generation": known(lambda: nvml.nvmlDeviceGetCurrPcieLinkGeneration(handle)),
         "pcie_lanes": known(lambda: nvml.nvmlDeviceGetCurrPcieLinkWidth(handle)),
         "pcie_generation_max": known(lambda: nvml.nvmlDeviceGetMaxPcieLinkGeneration(handle)),

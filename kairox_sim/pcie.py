@@ -41,23 +41,24 @@ def sysfs_links(root: Path = SYSFS) -> list[PcieLink]:
     """The links of NVIDIA's display controllers, in order of their addresses; [] without sysfs."""
     found = []
     for device in sorted(root.iterdir()) if root.is_dir() else []:
-        if _text(device / "vendor") != _NVIDIA:
+        if content_of(device / "vendor") != _NVIDIA:
             continue
-        if not (_text(device / "class") or "").startswith(_DISPLAY):
+        if not (content_of(device / "class") or "").startswith(_DISPLAY):
             continue
         found.append(
             PcieLink(
-                generation=_generation(_text(device / "current_link_speed")),
-                lanes=_lanes(_text(device / "current_link_width")),
-                generation_max=_generation(_text(device / "max_link_speed")),
-                lanes_max=_lanes(_text(device / "max_link_width")),
+                generation=_generation(content_of(device / "current_link_speed")),
+                lanes=_lanes(content_of(device / "current_link_width")),
+                generation_max=_generation(content_of(device / "max_link_speed")),
+                lanes_max=_lanes(content_of(device / "max_link_width")),
                 source="sysfs",
             )
         )
     return found
 
 
-def _text(path: Path) -> str | None:
+def content_of(path: Path) -> str | None:
+    """What a file of sysfs says; None where it is not there or not for us."""
     try:
         return path.read_text(encoding="ascii").strip()
     except (OSError, UnicodeDecodeError):

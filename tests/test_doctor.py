@@ -19,9 +19,12 @@ from kairox_sim.doctor import (
     diagnose,
     limits_of,
     measured_bandwidth,
+    stream_rate,
     verdict_of,
+    warnings_of,
 )
 from kairox_sim.errors import KairoxError
+from kairox_sim.hardware import load_gpu
 from kairox_sim.model import find_shape
 from kairox_sim.pcie import PcieLink, link_bytes_per_s, sysfs_links
 
@@ -144,13 +147,21 @@ def test_budgets_by_hand() -> None:
 def test_the_arithmetic_of_a_token() -> None:
     link = PcieLink(1, 16, 4, 16, "test")
     shape = find_shape("prosparse-7b")
-    host, over = limits_of(shape, Bandwidth(1e9, 4e9, 2), [link])
+    device, host, over = limits_of(shape, Bandwidth(1e9, 4e9, 2), [link], 400e9)
     assert shape.active_share is not None
     n_bytes = 32 * 11008 * shape.active_share / 2 * 16384
     assert host.n_bytes == over.n_bytes == pytest.approx(n_bytes)
     assert host.seconds == pytest.approx(n_bytes / 4e9)
     assert over.bytes_per_s == pytest.approx(0.78 * 31.51e9, rel=1e-3)  # at its best, not as now
-    assert "host memory is 6.1 times as slow as link" in verdict_of((host, over))
+    # float16; attention 4 d^2, the gate, keys and values of 2,048 tokens, then the head
+    layer = 4 * 4096**2 * 2 + 11008 * 8192 + 2048 * 2 * 4096 * 2
+    assert device.n_bytes == pytest.approx(32 * layer + 32000 * 8192 + n_bytes)
+    said = verdict_of((device, host, over))
+    assert "host memory is 6.1 times as slow as link" in said
+    assert said.startswith("device memory sets the pace of a token")
+    slow = limits_of(shape, Bandwidth(1e9, 4e9, 2), [PcieLink(1, 1, 1, 1, "test")], 400e9)
+    assert verdict_of(slow).startswith("host memory sets the pace of a token, 77.")
+    assert "computing a miss beats copying it" in verdict_of(slow)
     with pytest.raises(KairoxError, match="no share of active neurons"):
         limits_of(find_shape("tiny-reglu"), None, [])
 
@@ -167,9 +178,62 @@ def test_cpu_features(tmp_path: Path) -> None:
     features = cpu_features(info)
     assert features is not None
     assert {name for name, has in features.items() if has} == {"avx2", "avx512f"}
+    info.write_text("processor : 0\nFeatures\t: fp asimd bf16\n")  # an Arm CPU
+    features = cpu_features(info)
+    assert features is not None
+    assert {name for name, has in features.items() if has} == {"asimd", "bf16"}
     assert cpu_features(tmp_path / "none") is None
     info.write_text("processor : 0\n")
     assert cpu_features(info) is None
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="a shell script stands for sysctl")
+def test_cpu_features_of_a_mac(tmp_path: Path) -> None:
+    told = tmp_path / "sysctl"
+    told.write_text("#!/bin/sh\necho FPU F16C AVX1.0\necho AVX2 AVX512F AVX512VNNI\n")
+    told.chmod(0o755)
+    features = cpu_features(system="Darwin", sysctl=str(told))
+    assert features is not None
+    has = {name for name, present in features.items() if present}
+    assert has == {"avx2", "f16c", "avx512f", "avx512_vnni"}
+    told.write_text("#!/bin/sh\nexit 1\n")  # an Apple CPU: no such keys
+    assert cpu_features(system="Darwin", sysctl=str(told)) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "gpu"),
+    [
+        ("NVIDIA GeForce RTX 4070", "rtx4070"),
+        ("NVIDIA GeForce RTX 3080 Ti", "rtx3080ti"),
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA GeForce RTX 4070 Laptop GPU", None),
+        (None, None),
+    ],
+)
+def test_the_rate_of_a_gpu_by_its_name(name: str | None, gpu: str | None) -> None:
+    known = None if gpu is None else load_gpu(gpu).stream_bytes_per_s.value
+    assert stream_rate(name) == known
+
+
+def test_warnings(tmp_path: Path) -> None:
+    host: dict[str, Any] = {
+        "on_battery": True, "memory_bytes": 16 * 10**9, "load_1min": 7.5, "cpu": {"threads": 8},
+    }  # fmt: skip
+    gpu = {"power_limit_w": 120.0, "power_w": 119.0, "power_default_w": 200.0}
+    group = tmp_path / "memory.max"
+    group.write_text("4000000000\n")
+    narrow = PcieLink(3, 4, 4, 16, "test")
+    said = " | ".join(warnings_of(host, [gpu], [narrow], [group, tmp_path / "none"]))
+    for words in (
+        "4 of 16 PCIe lanes", "generation 3 of 4 now", "limited to 120 W, and 200 W is usual",
+        "draws 119 W of the 120 W", "on battery", "may use 4.0 GB", "7.5 programs compute",
+    ):  # fmt: skip
+        assert words in said
+    host |= {"on_battery": None, "load_1min": 0.0}
+    gpu |= {"power_limit_w": 200.0, "power_w": None}
+    group.write_text("max\n")
+    quiet = warnings_of(host, [gpu], [PcieLink(4, 16, 4, 16, "test")], [group])
+    assert [text for text in quiet if "swapped out" not in text] == []
 
 
 def test_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,7 +242,7 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     assert told.exit_code == 0, told.output
     found = json.loads(told.stdout)
     assert found["gpus"] is None
-    assert found["limits"][1]["seconds"] is None
+    assert [row["seconds"] for row in found["limits"]] == [None] * 3
     assert any(row["resident_share"] is None for row in found["budgets"])
     shown = CliRunner().invoke(app, ["doctor", "--no-measure", "--vram", "12GiB"])
     assert "needs" in shown.stdout
