@@ -14,10 +14,12 @@ from kairox_sim.trace_format import TraceHeader
 class Recorded(Protocol):
     """A recorder, when it is closed."""
 
-    header: TraceHeader
-    n_steps: int
-    n_tokens: int
-
+    @property
+    def header(self) -> TraceHeader: ...
+    @property
+    def n_steps(self) -> int: ...
+    @property
+    def n_tokens(self) -> int: ...
     @property
     def overhead(self) -> float:
         """Share of the steps' time."""

@@ -1,0 +1,133 @@
+"""Forward passes of a plain model as rows of a trace: what is padding, who has ended."""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kairox_exec.text import Tokenizer
+from kairox_sim.errors import KairoxError
+from kairox_sim.trace_format import SequenceInfo, TraceHeader
+from kairox_sim.trace_writer import TraceWriter
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Forward:
+    """One forward pass, in host memory once every event of `ready` has passed."""
+
+    seqs: tuple[int, ...]  # of the rows
+    past: int  # columns that the KV cache held before
+    cached: bool  # it has one
+    phase: str
+    ids: torch.Tensor  # [n_rows, n_columns]
+    real: torch.Tensor | None  # bool, the same shape; None: nothing is padding
+    bits: torch.Tensor  # uint8 [n_layers, n_rows, n_columns, n_bytes]
+    ready: Sequence[torch.cuda.Event]
+
+
+class PassWriter:
+    """Writes them, on whatever thread calls `write`."""
+
+    def __init__(
+        self, path: Path, header: TraceHeader, tokenizer: Tokenizer, stop: Sequence[int]
+    ) -> None:
+        self.n_steps = self.n_tokens = 0
+        self._header, self._tokenizer, self._stop = header, tokenizer, frozenset(stop)
+        self._writer = TraceWriter(path, header)
+        self._ended: set[int] = set()  # rows of batches that met a stop token
+        self._prompts: dict[int, tuple[int, list[int]]] = {}  # by sequence: first token, prompt
+        self._decoded: set[int] = set()
+        self._fired = np.zeros(header.n_layers, bool)
+        self._uncached: NDArray[np.int64] | None = None  # the latest pass without a cache
+
+    def write(self, forward: Forward) -> None:
+        """KairoxError where a whole text is fed again for each of its tokens."""
+        for event in forward.ready:
+            event.synchronize()
+        ids = forward.ids.numpy()
+        self._refuse_refeeding(forward, ids)
+        bits = forward.bits.numpy()
+        self._fired |= bits.any(axis=(1, 2, 3))
+        for row, seq in enumerate(forward.seqs):
+            real = slice(None) if forward.real is None else forward.real[row].numpy()
+            tokens = ids[row][real].astype(np.int32)
+            if len(forward.seqs) > 1 and self._has_ended(seq, forward, tokens):
+                continue
+            if tokens.size == 0:
+                continue
+            self._note(seq, forward, tokens)
+            mine = bits[:, row, real]
+            for layer in range(self._header.n_layers):
+                self._writer.append(
+                    seq=seq, step=self.n_steps, phase=forward.phase, tokens=tokens, layer=layer,
+                    active=mine[layer],
+                )  # fmt: skip
+            self.n_steps += 1
+            self.n_tokens += len(tokens)
+
+    def sequences(self) -> tuple[SequenceInfo, ...]:
+        """What was fed: prompts are named by the hash of their text, and begin behind a prefix that
+        was cached before."""
+        found = []
+        for info in self._header.sequences:
+            if info.seq not in self._prompts:
+                continue
+            start, prompt = self._prompts[info.seq]
+            text = str(self._tokenizer.fast.decode(prompt, skip_special_tokens=True))
+            found.append(
+                replace(
+                    info,
+                    source_sha256=hashlib.sha256(text.encode()).hexdigest(),
+                    token_start=start,
+                    token_stop=start + len(prompt),
+                    generated=info.seq in self._decoded,
+                )
+            )
+        return tuple(found)
+
+    def warn_of_silent_layers(self) -> None:
+        """A layer that never fired is more often a hook in a wrong place than a finding."""
+        silent = np.flatnonzero(~self._fired).tolist()
+        if silent:
+            warnings.warn(
+                f"layers that never fired: {', '.join(map(str, silent))}; is the model "
+                "loaded whole?",
+                stacklevel=3,
+            )
+
+    def close(self) -> None:
+        self._writer.close()
+
+    def abandon(self) -> None:
+        self._writer.abandon()
+
+    def _has_ended(self, seq: int, forward: Forward, tokens: NDArray[np.int32]) -> bool:
+        """generate() goes on feeding rows that have ended, until the last one of a batch has."""
+        if forward.phase == "decode" and tokens.size and int(tokens[0]) in self._stop:
+            self._ended.add(seq)
+        return seq in self._ended
+
+    def _note(self, seq: int, forward: Forward, tokens: NDArray[np.int32]) -> None:
+        if forward.phase == "decode":
+            self._decoded.add(seq)
+        elif seq not in self._decoded:
+            self._prompts.setdefault(seq, (forward.past, []))[1].extend(tokens.tolist())
+        self._prompts.setdefault(seq, (forward.past, []))
+
+    def _refuse_refeeding(self, forward: Forward, ids: NDArray[np.int64]) -> None:
+        before = self._uncached
+        self._uncached = None if forward.cached else ids
+        if forward.cached or before is None or ids.shape[0] != before.shape[0]:
+            return
+        if ids.shape[1] == before.shape[1] + 1 and (ids[:, :-1] == before).all():
+            raise KairoxError(
+                "the whole text is fed again for every token, without a KV cache, so that its "
+                "tokens would be recorded many times; run with use_cache=True"
+            )
