@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kairox_sim.commands.live_options import Numerics
 from kairox_sim.commands.options import (
     Json,
     ModelAs,
@@ -33,6 +34,7 @@ def calibrate(
     device: Device = "auto",
     emulate: Emulate = None,
     model_as: ModelAs = None,
+    numerics: Numerics = None,
     time_scale: TimeScale = None,
     threads: Threads = None,
     as_json: Json = False,
@@ -40,7 +42,8 @@ def calibrate(
     """Run a few settings, time every operation, and fit a profile to them.
 
     Writes the profile and, beside it, a .json with the fits and the runs, which `validate` reads.
-    It holds for the model (or --as) and the machine it was made with. Close other programs first.
+    It holds for the model (or --as), the numerics and the machine it was made with. Close other
+    programs first.
 
     Example: kairox calibrate --model experiments/models/tiny-reglu
     --text experiments/prompts/prose.txt --device emulated --emulate emu-pc1 --as prosparse-7b
@@ -50,11 +53,15 @@ def calibrate(
         from kairox_exec.live import set_threads
         from kairox_exec.live_run import ForcedText, machine_for
         from kairox_exec.live_run import calibrate as run
+    from kairox_sim.settings import Settings
 
     require_place(out, "profile")
     require_place(out.with_suffix(".json"), "calibration runs")
     set_threads(threads or 1)
-    machine = machine_for(model, device, emulate=emulate, model_as=model_as, time_scale=time_scale)
+    kind = Settings.of({} if numerics is None else {"numerics": numerics}).numerics
+    machine = machine_for(
+        model, device, emulate=emulate, model_as=model_as, time_scale=time_scale, numerics=kind
+    )
     with progress() as bar:
         task = bar.add_task("calibrating", total=None)
         result = run(
