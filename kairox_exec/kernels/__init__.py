@@ -1,4 +1,4 @@
-"""The FFN kernels: a readable torch reference, and the same few functions fast, in numba."""
+"""The FFN kernels: a readable torch reference; the same few functions fast, in numba and Triton."""
 
 from __future__ import annotations
 
