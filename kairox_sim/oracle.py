@@ -28,7 +28,8 @@ def oracle_settings(settings: Settings, slots: Sequence[int]) -> Settings | None
     if settings.dispatch == "layers" or settings.gating == "dense":
         return None
     kept = ("gating", "model_as", "swap_neurons", "handovers", "context_start", "prediction",
-            "predictor", "seed", "numerics", "weights", "dtype", "thresholds")  # fmt: skip
+            "predictor", "seed", "numerics", "weights", "dtype", "thresholds",
+            "predictor_file")  # fmt: skip
     values = {key: getattr(settings, key) for key in kept}
     return Settings.of(
         values

@@ -198,6 +198,11 @@ class Settings(BaseModel):
         _require_params(
             self.controller_params, controller_parameters(self.controller), self.controller
         )
+        if self.predictor_file is not None and self.predictor not in (None, "rank"):
+            raise ValueError(
+                f"predictor_file {self.predictor_file!r} is of predictor 'rank', got predictor "
+                f"{self.predictor!r}; leave one of them out"
+            )
         # Refuses values out of range here rather than in mid-sweep.
         make_policy(self, 1, 1, _ANY)
         make_controller(self)

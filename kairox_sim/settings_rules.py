@@ -20,7 +20,7 @@ def predictor_of(settings: Settings) -> str:
     """The predictor whose time and memory are charged.
 
     `predicted` gating computes what the predictor says, so it is always there. Otherwise only a
-    plan made before the truth is known needs one.
+    plan made before the truth is known needs one: the one that was trained, if a file is given.
     """
     if settings.gating == "dense":
         return "none"
@@ -29,7 +29,7 @@ def predictor_of(settings: Settings) -> str:
     ahead = trigger_of(settings) in ("attn_in", "attn_out", "serial")
     if POLICIES[settings.policy].admits == "never" or not ahead:
         return "none"
-    return settings.predictor or "lookahead"
+    return settings.predictor or ("lookahead" if settings.predictor_file is None else "rank")
 
 
 # What a label says besides policy and controller, where it is not the default's or the preset's.

@@ -181,6 +181,10 @@ def test_predictor_is_charged_only_where_something_is_predicted() -> None:
     assert predictor_of(Settings(policy="static", trigger="attn_out")) == "none"
     assert predictor_of(Settings(policy="static", gating="predicted")) == "rank"
     assert predictor_of(Settings(predictor="rank")) == "rank"
+    assert predictor_of(Settings(predictor_file="p.safetensors")) == "rank"
+    assert predictor_of(Settings(policy="lru", predictor_file="p.safetensors")) == "none"
+    with pytest.raises(KairoxError, match="is of predictor 'rank', got predictor 'lookahead'"):
+        Settings.of({"predictor_file": "p", "predictor": "lookahead"})
 
 
 def test_swaps_are_as_many_bytes_as_on_the_target() -> None:
