@@ -42,7 +42,8 @@ from kairox_exec.text import Tokenizer
 from kairox_sim.errors import KairoxError
 from kairox_sim.trace_format import SequenceInfo, TraceHeader
 
-QUEUED = 64  # forward passes that the writing thread may be behind
+AT_ONCE = 8  # forward passes that the writing thread is woken for
+QUEUED = 8  # times it may be behind before the model waits
 # Values of a layer's mask: smaller ones are packed for all layers at once when the pass has ended,
 # because launching the operations takes longer than they do.
 PACKED_LATER = 1 << 19
@@ -116,7 +117,8 @@ class PlainRecorder:
         self.header = self._header(_directory(self.model, model_dir), tokenizer, infos)
         stop = stop_tokens(config) if stop is None else tuple(stop)
         self._rows = PassWriter(self._stream, self.header, tokenizer, stop)
-        self._queue: Queue[Forward | None] = Queue(QUEUED)
+        self._queue: Queue[list[Forward] | None] = Queue(QUEUED)
+        self._pending: list[Forward] = []
         self._thread = Thread(target=self._write, name="kairox-record", daemon=True)
         self._failed: BaseException | None = None
         self._caches: WeakKeyDictionary[Any, _Known] = WeakKeyDictionary()
@@ -166,6 +168,7 @@ class PlainRecorder:
     ) -> None:
         for handle in self._handles:
             handle.remove()
+        self._queue.put(self._pending)
         self._queue.put(None)
         self._thread.join()
         error = error or self._failed
@@ -244,7 +247,10 @@ class PlainRecorder:
             bits=bits.reshape(self.header.n_layers, n_rows, n_columns, self.header.n_bytes),
             ready=self._copies.events(),
         )
-        self._queue.put(forward)
+        self._pending.append(forward)
+        if len(self._pending) == AT_ONCE:
+            self._queue.put(self._pending)
+            self._pending = []
         self._inside_ns += time.perf_counter_ns() - ended_ns
         self._wall_ns += time.perf_counter_ns() - self._began_ns
 
@@ -282,12 +288,12 @@ class PlainRecorder:
     # -- the thread -------------------------------------------------------------------------------
 
     def _write(self) -> None:
-        while (forward := self._queue.get()) is not None:
-            if self._failed is None:
-                try:
+        while (forwards := self._queue.get()) is not None:
+            try:
+                for forward in forwards if self._failed is None else ():
                     self._rows.write(forward)
-                except BaseException as error:
-                    self._failed = error
+            except BaseException as error:
+                self._failed = error
 
     def _header(
         self, model_dir: Path, tokenizer: Tokenizer, infos: tuple[SequenceInfo, ...]

@@ -63,12 +63,10 @@ class PassWriter:
             if tokens.size == 0:
                 continue
             self._note(seq, forward, tokens)
-            mine = bits[:, row, real]
-            for layer in range(self._header.n_layers):
-                self._writer.append(
-                    seq=seq, step=self.n_steps, phase=forward.phase, tokens=tokens, layer=layer,
-                    active=mine[layer],
-                )  # fmt: skip
+            self._writer.append_step(
+                seq=seq, step=self.n_steps, phase=forward.phase, tokens=tokens,
+                active=bits[:, row, real],
+            )  # fmt: skip
             self.n_steps += 1
             self.n_tokens += len(tokens)
 

@@ -17,8 +17,9 @@ class TraceWriter:
     """Records layer-steps into an Arrow IPC stream; what was acknowledged survives a kill.
 
     Only whole steps reach the file: `steps_per_batch` of them at a time, each batch with its
-    checksum and out of the process before `append` returns. An exception inside the `with` block keeps
-    the whole steps and leaves the file without its end mark: readers then say that it was cut.
+    checksum and out of the process before `append` returns. An exception inside the `with` block
+    keeps the whole steps and leaves the file without its end mark: readers then say that it was
+    cut.
     """
 
     def __init__(self, path: str | Path, header: TraceHeader, steps_per_batch: int = 8) -> None:
@@ -102,6 +103,34 @@ class TraceWriter:
             if len(self._whole) == self._steps_per_batch:
                 self._write_whole()
 
+    def append_step(
+        self, *, seq: int, step: int, phase: str, tokens: ArrayLike, active: NDArray[np.uint8]
+    ) -> None:
+        """All layers of one step: packed uint8[n_layers, n_tokens, n_bytes], nothing predicted."""
+        if self._closed:
+            raise KairoxError(f"{self.path} is closed: nothing can be appended")
+        ids: list[int] = np.asarray(tokens).reshape(-1).tolist()
+        self._check_place(seq, step, phase, ids, 0)
+        n_layers, n_tokens = self.header.n_layers, len(ids)
+        if self._open or self._has_evaluated or self.header.predicted_trigger is not None:
+            raise KairoxError(
+                f"step {step}: a step of active sets alone, in a trace of which steps are under "
+                "way layer by layer, or have evaluated or predicted sets"
+            )
+        if active.ndim != 3 or active.shape[:2] != (n_layers, n_tokens):
+            raise KairoxError(
+                f"step {step}: active sets {list(active.shape)} for {n_layers} layers of "
+                f"{n_tokens} tokens"
+            )
+        rows = active.reshape(n_layers * n_tokens, -1)
+        if self._container is None:
+            self._container = self._create()
+        self._last = (seq, step, phase, ids)
+        bits = {"bits": as_bits(rows, len(rows), self.header, "active")}
+        self._whole.append(self._columns_of(bits))
+        if len(self._whole) == self._steps_per_batch:
+            self._write_whole()
+
     def close(self) -> None:
         """Write what is left and the end mark. KairoxError if layers of the last step are missing:
         then the whole steps are kept, without an end mark."""
@@ -138,11 +167,13 @@ class TraceWriter:
             self._whole.clear()
 
     def _step_columns(self) -> Columns:
+        return self._columns_of(_join([self._open[i] for i in range(self.header.n_layers)]))
+
+    def _columns_of(self, bits: Columns) -> Columns:
         assert self._last is not None
         seq, step, phase, tokens = self._last
         n_layers = self.header.n_layers
         layers = np.arange(n_layers, dtype=np.uint16)
-        bits = [self._open[layer] for layer in range(n_layers)]
         n_rows = n_layers * len(tokens)
         return {
             "seq": np.full(n_rows, seq, np.uint32),
@@ -150,7 +181,7 @@ class TraceWriter:
             "token": np.tile(np.array(tokens, np.int32), n_layers),
             "layer": np.repeat(layers, len(tokens)),
             "phase": np.full(n_rows, PHASES.index(phase), np.uint8),
-            **_join(bits),
+            **bits,
         }
 
     def _check_place(self, seq: int, step: int, phase: str, tokens: list[int], layer: int) -> None:
