@@ -26,7 +26,7 @@ class HandOver:
     layer: int
     size: Size
     given_ns: int  # when the host could start at the earliest
-    job: Job
+    jobs: tuple[Job, ...]  # one for each part, in the order in which they are added
 
 
 class Device(Protocol):
@@ -40,6 +40,23 @@ class Device(Protocol):
     ops: list[Op]  # logged since they were last taken
     n_ops: int
     n_overruns: int
+
+    @property
+    def host_threads(self) -> int: ...
+
+    @property
+    def decide_blocks_gpu(self) -> bool:
+        """Whether the gpu lane stands still while a policy thinks."""
+        ...
+
+    @property
+    def status(self) -> dict[str, str | float]:
+        """What a reader of its times has to know."""
+        ...
+
+    def hold(self, rows: torch.Tensor) -> torch.Tensor:
+        """Host rows as copies want them (pinned, where that means something)."""
+        ...
 
     def put(self, tensor: torch.Tensor) -> torch.Tensor:
         """A copy of a host tensor in device memory."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
@@ -23,9 +24,11 @@ from numpy.typing import NDArray
 
 from kairox_exec.clock import Clock, set_timer_slack
 from kairox_exec.device import HandOver
-from kairox_exec.lanes import Job, Link, Transfer, Worker
+from kairox_exec.host_pool import HostPool
+from kairox_exec.lanes import STUCK_AFTER_S, Job, Link, Transfer, Worker, stuck
 from kairox_exec.oplog import Op, Size
 from kairox_exec.pacing import gpu_op_ns, in_ns
+from kairox_sim.errors import KairoxError
 
 if TYPE_CHECKING:
     from kairox_sim.costs import CostModel
@@ -49,7 +52,16 @@ class EmulatedDevice:
     that what the caller does there (recording, printing) is in no time.
     """
 
-    def __init__(self, costs: CostModel | None = None) -> None:
+    def __init__(
+        self,
+        costs: CostModel | None = None,
+        pool: HostPool | None = None,
+        *,
+        stuck_after_s: float = STUCK_AFTER_S,
+    ) -> None:
+        self._pool = pool or HostPool()
+        self._stuck_after_s = stuck_after_s
+        self._gave_up = False  # a lane is stuck: do not wait for it again
         self.costs = costs
         self.profile: HardwareProfile | None = None
         self.ops: list[Op] = []
@@ -64,8 +76,8 @@ class EmulatedDevice:
         self._landed: list[tuple[int, int]] = []  # (end ns, swap id) not yet reported
         self._silent: set[int] = set()  # swap ids that are not reported
         self._on_link: dict[int, Transfer] = {}  # swaps by id, until reported
-        self._link = Link(self._clock, self._paced, self._log_transfer)
-        self._host = Worker("kairox-cpu")
+        self._link = Link(self._clock, self._paced, self._log_transfer, stuck_after_s)
+        self._host = self._pool.start("kairox-cpu")
         self._copier = Worker("kairox-h2d")
         self._slack_before = set_timer_slack(1) if self._paced else None
 
@@ -81,11 +93,35 @@ class EmulatedDevice:
         self.close()
 
     def close(self) -> None:
-        self._host.close()
-        self._copier.close()
-        if self._slack_before is not None:
-            set_timer_slack(self._slack_before)
-            self._slack_before = None
+        wait_s = None if self._gave_up else self._stuck_after_s
+        try:
+            self._host.close(wait_s)
+        finally:
+            try:
+                self._copier.close(wait_s)
+            finally:
+                if self._slack_before is not None:
+                    set_timer_slack(self._slack_before)
+                    self._slack_before = None
+
+    @property
+    def host_threads(self) -> int:
+        return self._pool.threads
+
+    @property
+    def decide_blocks_gpu(self) -> bool:
+        return True
+
+    @property
+    def status(self) -> dict[str, str | float]:
+        return {
+            "device": "emulated" if self._paced else "cpu",
+            "host_threads": self._pool.threads,
+            "host_nice": self._pool.nice,
+        }
+
+    def hold(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows
 
     def put(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.clone(memory_format=torch.contiguous_format)
@@ -119,7 +155,11 @@ class EmulatedDevice:
         # The lane's own time, or the thread's where it has fallen behind.
         self._ended_ns = max(self._free_ns, self._clock.now())
         # Waiting for a late copy here is outside the step, and its part inside is then logged.
-        self._link.advance(self._ended_ns, wait=True)
+        try:
+            self._link.advance(self._ended_ns, wait=True)
+        except KairoxError:
+            self._gave_up = True
+            raise
         return self._ended_ns
 
     def begin(self) -> int:
@@ -169,28 +209,34 @@ class EmulatedDevice:
             given_ns = t1_ns + in_ns(self.costs.handover_s)
         self._d2h_free_ns = t1_ns
         self._log(Op("d2h", "x", layer, t0_ns, t1_ns, _sized(size, n_bytes)))
-        (work,) = works  # one thread
-        job = Job(lambda: work(*on_host))
-        self._host.submit(job)
-        return HandOver(layer, size, given_ns, job)
+        jobs = self._host.submit([partial(work, *on_host) for work in works])
+        return HandOver(layer, size, given_ns, jobs)
 
     def join(self, handed: HandOver) -> torch.Tensor:
-        job, size, layer = handed.job, handed.size, handed.layer
+        jobs, size, layer = handed.jobs, handed.size, handed.layer
         wait_from_ns = self._lane_now()
-        waited = not job.done.is_set()
-        job.done.wait()
+        waited = not all(job.done.is_set() for job in jobs)
+        for i, job in enumerate(jobs):
+            if not job.done.wait(self._stuck_after_s):
+                self._gave_up = True
+                part = f"part {i} of the residual neurons of layer {layer}"
+                raise stuck("the model", part, "cpu", self._stuck_after_s)
         self._raise_errors()
-        result: torch.Tensor = job.result
-        t0_ns, t1_ns, overrun = self._clock.at(job.t0_ns), self._clock.at(job.t1_ns), False
+        began_ns = min(job.t0_ns for job in jobs)
+        work_ns = max(job.t1_ns for job in jobs) - began_ns
+        t0_ns, overrun = self._clock.at(began_ns), False
+        t1_ns = t0_ns + work_ns
         if self.costs is not None:
             t0_ns = max(handed.given_ns, self._host_free_ns)
             modelled_ns = t0_ns + in_ns(self.costs.ffn_cpu_s(size.neurons, size.n_tokens))
-            real_ns = t1_ns if waited else t0_ns + job.work_ns()
+            real_ns = t1_ns if waited else t0_ns + work_ns
             t1_ns, overrun = max(modelled_ns, real_ns), real_ns > modelled_ns
         self._host_free_ns = t1_ns
         self._log(Op("cpu", "residual", layer, t0_ns, t1_ns, size, overrun))
         back_from_ns = self._clock.now()
-        on_device = result.clone()
+        on_device: torch.Tensor = jobs[0].result.clone()
+        for job in jobs[1:]:  # in this order whoever was first
+            on_device += job.result
         arrived_ns = self._clock.now()
         if self.costs is not None:
             transfer = Transfer(
@@ -206,7 +252,7 @@ class EmulatedDevice:
             self._link.settle(transfer)
             arrived_ns = transfer.t1_ns + in_ns(self.costs.handover_s)
         else:
-            n_bytes = float(result.numel() * result.element_size())
+            n_bytes = float(on_device.numel() * on_device.element_size())
             self._log(
                 Op("h2d", "partial sums", layer, back_from_ns, arrived_ns, _sized(size, n_bytes))
             )
@@ -248,7 +294,10 @@ class EmulatedDevice:
             else:
                 self._on_link[swap.id] = transfer
         if at_once:
-            job.done.wait()
+            if not job.done.wait(self._stuck_after_s):
+                self._gave_up = True
+                named = f"the copies of swaps {[swap.id for swap in swaps]}, layer {swaps[0].layer}"
+                raise stuck("the model", named, "h2d", self._stuck_after_s)
             self._raise_errors()
 
     def landed(self) -> list[int]:
@@ -266,14 +315,22 @@ class EmulatedDevice:
         if not waited:
             return
         wait_from_ns = self._lane_now()
-        for transfer in waited:
-            self._link.settle(transfer)
+        try:
+            for transfer in waited:
+                self._link.settle(transfer)
+        except KairoxError:
+            self._gave_up = True
+            raise
         self._raise_errors()
         last = max(waited, key=lambda transfer: transfer.t1_ns)
         self._idle("io", last.layer, wait_from_ns, last.t1_ns)
 
     def drop_copies(self) -> None:
-        self._copier.finish()
+        try:
+            self._copier.finish(self._stuck_after_s)
+        except KairoxError as error:
+            self._gave_up = True
+            raise KairoxError(f"swaps {sorted(self._on_link)}: {error}") from error
         self._link.drop_waiting()
         self._landed.clear()
         self._on_link.clear()

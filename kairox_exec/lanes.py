@@ -21,6 +21,16 @@ import torch
 
 from kairox_exec.clock import Clock
 from kairox_exec.oplog import NS, Size
+from kairox_sim.errors import KairoxError
+
+STUCK_AFTER_S = 60.0
+
+
+def stuck(who: str, what: str, lane: str, after_s: float) -> KairoxError:
+    return KairoxError(
+        f"{who} waits for {what} of lane {lane}, which has not ended after {after_s:g} s; "
+        "the run cannot go on: see whether that thread is blocked, or start again"
+    )
 
 
 @dataclass(slots=True, eq=False)
@@ -58,21 +68,34 @@ class Worker:
         if self.error is not None:
             raise RuntimeError(f"work on {self._thread.name} failed: {self.error}") from self.error
 
-    def finish(self) -> None:
+    @property
+    def native_id(self) -> int:
+        assert self._thread.native_id is not None
+        return self._thread.native_id
+
+    def finish(self, stuck_after_s: float = STUCK_AFTER_S) -> None:
         """Return when everything given so far has been done; raise if some of it failed."""
         if self._closed:
             return
         last = Job(lambda: None)
         self._jobs.put(last)
-        last.done.wait()
+        if not last.done.wait(stuck_after_s):
+            raise stuck("finish", "the work given", self._thread.name, stuck_after_s)
         self.raise_error()
 
-    def close(self) -> None:
-        """Finish what was given and end the thread. May be called twice."""
+    def close(self, stuck_after_s: float | None = STUCK_AFTER_S) -> None:
+        """Finish what was given and end the thread. May be called twice.
+
+        None: do not wait for it, it is known to be stuck (and a daemon).
+        """
         if not self._closed:
             self._closed = True
             self._jobs.put(None)
-            self._thread.join()
+            if stuck_after_s is None:
+                return
+            self._thread.join(stuck_after_s)
+            if self._thread.is_alive():
+                raise stuck("close", "the work given", self._thread.name, stuck_after_s)
 
     def _run(self) -> None:
         # Inference mode is per thread: without it here, writing to an inference tensor raises.
@@ -113,8 +136,14 @@ class Link:
     Whoever settles a transfer must know that nothing given before its start is still to come.
     """
 
-    def __init__(self, clock: Clock, paced: bool, on_settled: Callable[[Transfer], None]) -> None:
-        self._clock, self._paced = clock, paced
+    def __init__(
+        self,
+        clock: Clock,
+        paced: bool,
+        on_settled: Callable[[Transfer], None],
+        stuck_after_s: float = STUCK_AFTER_S,
+    ) -> None:
+        self._clock, self._paced, self._stuck_after_s = clock, paced, stuck_after_s
         self._on_settled = on_settled
         self._free_ns = 0
         self._urgent: deque[Transfer] = deque()
@@ -160,8 +189,15 @@ class Link:
             if not job.done.is_set():
                 transfer.waited = True
                 left_ns = max(0, modelled_ns - self._clock.now())
-                if not job.done.wait(None if wait else left_ns / NS):
-                    return False
+                if not job.done.wait(self._stuck_after_s if wait else left_ns / NS):
+                    if not wait:
+                        return False
+                    raise stuck(
+                        "the model",
+                        f"the copy of swap {transfer.swap_id}, layer {transfer.layer}",
+                        "h2d",
+                        self._stuck_after_s,
+                    )
             if not self._paced:
                 start_ns = self._clock.at(job.t0_ns)
             real_ns = start_ns + job.work_ns(transfer.part)

@@ -73,7 +73,7 @@ class Place:
             return EmulatedDevice()
         from kairox_exec.cuda import CudaDevice
 
-        from kairox_exec.device import HostPool
+        from kairox_exec.host_pool import HostPool
 
         return CudaDevice(pool=HostPool(threads=self.host_threads))
 

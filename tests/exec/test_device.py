@@ -173,7 +173,7 @@ def _layer_step(device: EmulatedDevice, rows: torch.Tensor, slots: torch.Tensor)
     device.think()
     device.copy([_swap(0, [0, 1], [1, 0]), _swap(1, [2, 3], [3, 2])], rows, slots)
     device.thought(0, Size(n_swaps=2))
-    handed = device.hand_over(0, [torch.ones(3)], lambda x: x * 2, Size(neurons=5, n_tokens=1))
+    handed = device.hand_over(0, [torch.ones(3)], [lambda x: x * 2], Size(neurons=5, n_tokens=1))
     device.end(device.begin(), "ffn", 0, Size(neurons=4, n_tokens=1))
     return device.join(handed)
 
@@ -280,7 +280,7 @@ def test_copy_at_once_is_there_and_never_reported() -> None:
 
 def test_errors_of_the_other_lanes_reach_the_model_thread() -> None:
     with EmulatedDevice() as device:
-        handed = device.hand_over(0, [torch.ones(2)], lambda x: x @ torch.ones(3), Size())
+        handed = device.hand_over(0, [torch.ones(2)], [lambda x: x @ torch.ones(3)], Size())
         with pytest.raises(RuntimeError, match="kairox-cpu failed"):
             device.join(handed)
     with EmulatedDevice() as device:
