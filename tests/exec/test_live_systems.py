@@ -18,7 +18,7 @@ from kairox_sim.hardware import load_profile
 from kairox_sim.model import find_shape
 from kairox_sim.policies import POLICIES
 from kairox_sim.prediction import Recorded
-from kairox_sim.settings import Settings, build_cache, label, predictor_of, trigger_of
+from kairox_sim.settings import Settings, build_cache, group_size, label, predictor_of, trigger_of
 from kairox_sim.simulation import of_groups
 from kairox_sim.systems import SYSTEMS
 from kairox_sim.trace import read_trace
@@ -46,7 +46,7 @@ def test_g1_and_g2_hold(
     again = g1(events, build_cache(settings, 6, 896))
     assert again.differences == []
     assert min(again.loads, again.evictions, again.hits, again.residuals) > 50
-    size = live.group_size(settings, 896)
+    size = group_size(settings, 896)
     plans = [event for event in events if isinstance(event, Planned)]
     if settings.groups is not None:  # neighbours, whole
         loads = np.concatenate([swap.promote for plan in plans for swap in plan.swaps])
@@ -99,9 +99,9 @@ def test_a_paced_device_moves_groups_too(tiny_reglu_dir: Path) -> None:
         ({"copies_per_sync": 4}, "copies_per_sync 4 (allowed: None)"),
         ({"lookahead_from": 5}, "lookahead_from 5 (allowed: 1)"),
         ({"context_start": 100}, "context_start 100 (allowed: 0)"),
-        ({"gating": "dense"}, "gating 'dense' (allowed: exact, oracle)"),
+        ({"gating": "dense"}, "gating 'dense' (allowed: exact, oracle, screened, predicted)"),
+        ({"predictor": "rank"}, "predictor 'rank' (allowed: lookahead, or rank with a"),
         ({"policy": "belady"}, "policy 'belady' (allowed: one that does not know the future)"),
-        ({"slots": "vram"}, "slots 'vram' (allowed: a number, density, a size, all)"),
         ({"slots": "ngl:2"}, "slots 'ngl:2'"),
     ],
     ids=lambda value: str(value)[:30],
@@ -131,7 +131,21 @@ def test_a_preset_is_refused_with_everything_that_stands_in_its_way(
     ):
         live.start(tiny_reglu_dir, settings, device)
     said = str(refused.value)
-    for key in ("gating", "slots", "dispatch", "layout", "copies", "handovers", "lookahead_from"):
+    for key in ("dispatch", "layout", "copies", "handovers", "lookahead_from"):
         default = Settings.model_fields[key].default
-        expected = getattr(settings, key) != default and (key, settings.slots) != ("slots", "all")
+        expected = getattr(settings, key) != default
         assert (f"{key} {getattr(settings, key)!r} (" in said) == expected, key
+    assert ("gating 'dense' (" in said) == (settings.gating == "dense")
+    assert ("slots 'ngl" in said) == str(settings.slots).startswith("ngl")
+    assert ("predictor 'rank' (" in said) == (predictor_of(settings) == "rank")
+
+
+def test_what_fits_needs_a_machine_or_a_size(tiny_reglu_dir: Path) -> None:
+    """The unpaced device is no machine whose memory could be planned for."""
+    with live.device_for(Settings(), tiny_reglu_dir, "cpu") as device:
+        with pytest.raises(KairoxError, match="slots 'vram' is what fits"):
+            live.start(tiny_reglu_dir, Settings(slots="vram"), device)
+        given = Settings(vram="8MiB", policy="lru")
+        with live.device_for(given, tiny_reglu_dir, "cpu") as sized:
+            runner = live.start(tiny_reglu_dir, given, sized, context_len=64)
+            assert 0 < runner.cache.capacity[0] < 896

@@ -8,6 +8,7 @@ import torch
 
 from kairox_exec.emulated import EmulatedDevice
 from kairox_exec.families import FAMILIES
+from kairox_exec.ffn_spec import FfnSpec
 from kairox_exec.slots import SlotStore
 from kairox_exec.weights import NeuronBundles, row_names
 from kairox_sim.cache import NeuronCache
@@ -22,8 +23,9 @@ def bundles() -> list[NeuronBundles]:
     generator = torch.Generator().manual_seed(0)
     rows = [torch.randn(N_NEURONS, 2, D_MODEL, generator=generator) for _ in range(N_LAYERS)]
     names = row_names(FAMILIES[0], "exact")
+    spec = FfnSpec(D_MODEL, True, "relu", 0.0, "float32")
     return [
-        NeuronBundles(i, "exact", True, 0.0, names, r, torch.zeros(N_NEURONS, D_MODEL),
+        NeuronBundles(i, "exact", spec, names, r, torch.zeros(N_NEURONS, D_MODEL),
                       None, None, None)
         for i, r in enumerate(rows)
     ]  # fmt: skip

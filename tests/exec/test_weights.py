@@ -62,7 +62,7 @@ def test_llama_rows_are_gate_and_up_rows_and_down_columns(tiny_reglu_dir: Path) 
         assert torch.equal(b.rows[neuron, 1], mlp.up_proj.weight[neuron])
         assert torch.equal(b.rows[neuron, 2], mlp.down_proj.weight[:, neuron])
     assert (b.gate_b, b.up_b, b.down_b) == (None, None, None)
-    assert (b.gated, b.threshold) == (True, 0.1)
+    assert (b.spec.gated, b.spec.threshold) == (True, 0.1)
 
 
 def test_opt_keeps_its_biases_apart_from_the_rows(tiny_opt_dir: Path) -> None:
@@ -130,8 +130,8 @@ def test_gate_on_the_host_costs_no_second_copy(tiny_reglu_dir: Path) -> None:
 
 
 def test_unknown_gating_is_refused() -> None:
-    with pytest.raises(KairoxError, match=r"'screened'.*oracle, exact, predicted"):
-        row_names(LLAMA, "screened")
+    with pytest.raises(KairoxError, match=r"'dense'.*oracle, exact, screened, predicted"):
+        row_names(LLAMA, "dense")
 
 
 def test_modules_that_are_not_plain_linears_are_refused(tiny_opt_dir: Path) -> None:
