@@ -42,6 +42,7 @@ from kairox_exec.text import Tokenizer
 from kairox_sim.errors import KairoxError
 from kairox_sim.trace_format import SequenceInfo, TraceHeader
 
+COUNTED_SILENT = "neurons whose |silu(gate)| does not exceed a threshold count as silent"
 AT_ONCE = 8  # forward passes that the writing thread is woken for
 QUEUED = 8  # times it may be behind before the model waits
 # Values of a layer's mask: smaller ones are packed for all layers at once when the pass has ended,
@@ -300,6 +301,7 @@ class PlainRecorder:
     ) -> TraceHeader:
         gate: Any = self._layers[0].get_submodule(self._family.gate)
         weight = gate.weight
+        dtype = str(weight.dtype).removeprefix("torch.")
         return TraceHeader(
             model=model_dir.resolve().name,
             model_sha256=model_sha256(model_dir),
@@ -312,8 +314,9 @@ class PlainRecorder:
             complete=True,
             tokenizer_sha256=tokenizer.sha256,
             sequences=infos,
-            hardware=machine_facts()
-            | {"device": str(weight.device), "run": "plain", "dtype": str(weight.dtype)[6:]},
+            hardware=machine_facts() | {"device": weight.device.type},
+            approximate=COUNTED_SILENT if self._rule.approximate else None,
+            run={"kind": "plain", "dtype": dtype, "weights": dtype, "numerics": "fast"},
         )
 
 

@@ -233,6 +233,12 @@ def _header(
         predicted_trigger=pipeline.trigger if pipeline.predicts else None,
         hardware=hardware,
         capacities=() if fills == "all" else tuple(runner.cache.capacity),
+        run={
+            "kind": "hybrid",
+            "dtype": settings.dtype,
+            "weights": spec.fmt,
+            "numerics": spec.numerics,
+        },
     )
 
 

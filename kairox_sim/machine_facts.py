@@ -8,14 +8,17 @@ from __future__ import annotations
 import importlib
 import platform
 from collections.abc import Callable, Iterable
+from dataclasses import asdict
 from importlib import metadata
 from typing import Any
 
 import psutil
 
+from kairox_sim.pcie import sysfs_links
+
 
 def host_facts() -> dict[str, Any]:
-    """Plain values for JSON: system, processor, memory, load."""
+    """Plain values for JSON: system, processor, memory, load, and sysfs's links of graphics cards."""
     memory = psutil.virtual_memory()
     return {
         "system": platform.system(),
@@ -31,6 +34,7 @@ def host_facts() -> dict[str, Any]:
         "memory_available_bytes": memory.available,
         "load_1min": _load(),
         "on_battery": _on_battery(),
+        "pcie_links": [asdict(link) for link in sysfs_links()],
     }
 
 

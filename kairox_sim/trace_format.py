@@ -53,6 +53,8 @@ class TraceHeader:
     recorder_overhead: float = math.nan  # share of the step time that recording added
     synthetic: bool = False
     approximate: str | None = None  # what is left out although it is not zero; None: nothing is
+    # kind (hybrid, plain), dtype of the residual stream, weights (format of FFN rows), numerics
+    run: dict[str, Any] = field(default_factory=dict)
     truncated_at: int | None = None  # tokens kept, where the recording had been cut before sealing
     format_version: int = FORMAT_VERSION
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -47,7 +48,9 @@ INTERRUPTED = 130  # exit code, as shells have it: 128 + SIGINT
 Model = Annotated[
     Path, typer.Option(help="A Hugging Face folder: config.json, *.safetensors, tokenizer.json.")
 ]
-Device = Annotated[str, typer.Option(help="auto, cpu (unpaced) or emulated; cuda is not built yet.")]
+Device = Annotated[
+    str, typer.Option(help="auto, cpu (unpaced) or emulated; cuda is not built yet.")
+]
 Emulate = Annotated[
     str | None, typer.Option(help="The profile an emulated device is paced by: emu-pc1, pc1, ...")
 ]
@@ -125,6 +128,16 @@ def record(
         Path | None,
         typer.Option(help="Also write the hidden states that `train-predictor` learns from."),
     ] = None,
+    run: Annotated[
+        str,
+        typer.Option(
+            help="hybrid: this package's executor; plain: the model as transformers runs it, only "
+            "hooked."
+        ),
+    ] = "hybrid",
+    batch: Annotated[
+        int, typer.Option(help="With --run plain: windows of a text that are fed side by side.")
+    ] = 1,
     device: Device = "cpu",
     emulate: Emulate = None,
     link: Link = None,
@@ -144,31 +157,42 @@ def record(
     """
     with exec_extra():
         from kairox_exec.live import set_threads
-        from kairox_exec.recording import record as run
+        from kairox_exec.plain_run import record_plain_run
+        from kairox_exec.recording import record as record_hybrid_run
 
-    chosen = _settings(
-        settings,
-        policy,
-        {"controller": controller, "slots": slots, "prior": prior},
-        gating=gating,
-        model_as=model_as,
-        numerics=numerics,
-        weights=weights,
-        dtype=dtype,
-        vram=vram,
-        predictor_file=predictor_file,
-        thresholds=thresholds,
-        set_keys=set_keys,
-    )
-    if trigger is not None:
-        chosen = chosen.with_overrides({"trigger": trigger})
+    how: dict[str, Any]
+    record_run: Callable[..., Path]
+    decided = {"controller": controller, "slots": slots, "prior": prior}
+    given = {
+        "gating": gating, "model_as": model_as, "numerics": numerics, "weights": weights,
+        "vram": vram, "predictor_file": predictor_file, "set_keys": set_keys,
+    }  # fmt: skip
+    machine = {"emulate": emulate, "time_scale": time_scale, "link": link}
+    if run == "plain":
+        hybrid = decided | given | machine
+        _refuse(hybrid | {"settings": settings, "policy": policy, "call_log": call_log})
+        how = {"dtype": dtype or "float32", "thresholds": thresholds, "batch": batch}
+        how |= {"trigger": trigger or "attn_out"}
+        record_run = record_plain_run
+    elif run == "hybrid":
+        if batch != 1:
+            raise KairoxError(
+                "the hybrid executor runs one sequence at a time; --run plain batches"
+            )
+        chosen = _settings(settings, policy, decided, dtype=dtype, thresholds=thresholds, **given)
+        if trigger is not None:
+            chosen = chosen.with_overrides({"trigger": trigger})
+        how = {"settings": chosen, "call_log": call_log, **machine}
+        record_run = record_hybrid_run
+    else:
+        raise KairoxError(f"unknown run {run!r}; allowed: hybrid, plain")
     set_threads(threads)
     texts, written = list(text or ()), list(prompts or ())
     (written if written else texts).extend(more or ())
     try:
         with progress() as bar:
             task = bar.add_task("recording", total=None)
-            path = run(
+            path = record_run(
                 model,
                 texts,
                 out,
@@ -180,20 +204,25 @@ def record(
                 temperature=temperature,
                 top_p=top_p,
                 seed=seed,
-                settings=chosen,
-                call_log=call_log,
                 hidden=hidden,
                 device=device,
-                emulate=emulate,
-                time_scale=time_scale,
-                link=link,
                 force=force,
+                **how,
                 progress=lambda done, of: bar.update(task, completed=done, total=of),
             )
     except KeyboardInterrupt as stop:
         say(f"kairox: {stop}")
         raise typer.Exit(INTERRUPTED) from stop
     _report(path, as_json)
+
+
+def _refuse(given: dict[str, Any]) -> None:
+    needless = [f"--{name.replace('_', '-')}" for name, value in given.items() if value]
+    if needless:
+        raise KairoxError(
+            f"{', '.join(needless)} with --run plain: all is computed on one device, as the model "
+            "is; leave them out, or use --run hybrid"
+        )
 
 
 def _settings(
