@@ -42,7 +42,7 @@ class HostThreads:
     """The pool's threads, running. Called from the model's thread only."""
 
     def __init__(self, pool: HostPool, name: str) -> None:
-        self._workers = [Worker(f"{name}{i}") for i in range(pool.threads)]
+        self._workers = [Worker(f"{name}-{i}" if i else name) for i in range(pool.threads)]
         if pool.nice:
             for worker in self._workers:
                 os.setpriority(os.PRIO_PROCESS, worker.native_id, pool.nice)
