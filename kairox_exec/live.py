@@ -196,7 +196,8 @@ def _require_built(settings: Settings) -> None:
     untrained = predictor_of(settings) == "rank" and settings.predictor_file is None
     policy = POLICIES[settings.policy]
     said = [
-        f"{key} {getattr(settings, key)!r} (allowed: {allowed})"
+        f"{key} {predictor_of(settings) if key == 'predictor' else getattr(settings, key)!r} "
+        f"(allowed: {allowed})"
         for key, allowed, runs in (
             ("gating", "exact, oracle, screened, predicted", settings.gating != "dense"),
             ("policy", "one that does not know the future", "future" not in policy.needs),

@@ -36,6 +36,7 @@ class Racing:
         self._p_land, self._p_drop = p_land, p_drop
         self._flying: list[tuple[Swap, torch.Tensor, torch.Tensor]] = []
         self._ready: list[int] = []
+        self._reading, self._after_reading = False, list[Any]()
         self.dropped = 0
 
     def __getattr__(self, name: str) -> Any:
@@ -49,6 +50,9 @@ class Racing:
         *,
         at_once: bool = False,
     ) -> None:
+        if self._reading:
+            self._after_reading.append((swaps, rows, slots))
+            return
         for swap in swaps:
             _bytes(slots)[swap.slots] = 0xFF
             if at_once:
@@ -57,6 +61,15 @@ class Racing:
                 self.dropped += 1
             else:
                 self._flying.append((swap, rows, slots))
+
+    def reading(self) -> None:
+        self._reading = True
+
+    def read(self) -> None:
+        self._reading = False
+        for given in self._after_reading:
+            self.copy(*given)
+        self._after_reading.clear()
 
     def landed(self) -> list[int]:
         flying, self._flying = self._flying, []

@@ -129,7 +129,7 @@ def test_an_interrupt_reports_what_there_is(
         (["--settings", "none.toml"], "cannot read the settings file"),
         (["--policy", "lru", "--controller", "anb"], "nothing in common"),
         (["--slots", "density"], "there is none; give --prior"),
-        (["--gating", "predicted"], "needs the predictor itself"),
+        (["--gating", "predicted"], "rank with a --predictor-file"),
         (["--gating", "dense"], "cannot be run live yet"),
         (["--device", "emulated"], "needs a profile to emulate"),
         (["--emulate", "pc1"], "emulate is for the emulated device"),

@@ -94,9 +94,9 @@ def test_devices_that_cannot_be(
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        (Settings(gating="predicted"), "needs the predictor itself"),
+        (Settings(gating="predicted"), "rank with a --predictor-file"),
         (Settings(gating="dense"), "allowed: exact, oracle, screened, predicted"),
-        (Settings(predictor="rank"), "give --predictor-file"),
+        (Settings(predictor="rank"), "rank with a --predictor-file"),
         (Settings(slots="vram"), "it needs a model, a machine"),
         (Settings(slots="ngl:2"), "allowed: a number, density, a size, vram, all"),
         (Settings(predictor="none"), "needs a predictor"),

@@ -205,7 +205,7 @@ def test_ctrl_c_seals_and_exits_130(
         (["--text", "prose.txt", "--policy", "lfru"], "did you mean"),
         (["--text", "prose.txt", "--policy", "lru", "--controller", "anb"], "nothing in common"),
         (["--text", "prose.txt", "--policy", "static"], "needs a prior"),
-        (["--text", "prose.txt", "--gating", "predicted"], "needs the predictor itself"),
+        (["--text", "prose.txt", "--gating", "predicted"], "rank with a --predictor-file"),
         (["--text", "prose.txt", "--gating", "dense"], "cannot be run live yet"),
         (["--text", "prose.txt", "--threads", 0], "threads must be 1 or more"),
         (["--text", "prose.txt", "--trigger", "sometimes"], "trigger"),
