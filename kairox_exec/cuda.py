@@ -85,6 +85,9 @@ class CudaDevice:
         self._n_begun = self._think_ns = 0
         self._timed: list[_Timed] = []
         self._flying: list[_Flight] = []
+        self._reading = False
+        # Copies whose slots are still to be read.
+        self._after_reading: list[tuple[Sequence[Swap], torch.Tensor, torch.Tensor]] = []
         self._given: dict[int, list[torch.Tensor]] = {}  # inputs that critical still reads
 
     def __enter__(self) -> Self:
@@ -268,6 +271,9 @@ class CudaDevice:
         *,
         at_once: bool = False,
     ) -> None:
+        if self._reading:
+            self._after_reading.append((swaps, rows, slots))
+            return
         stream = self._streams.promotion
         stream.wait(self._streams.compute.record())  # which may still read what is overwritten
         row_bytes = float(rows[0].numel() * rows.element_size())
@@ -282,6 +288,15 @@ class CudaDevice:
                 self._await(after, "the model", f"swap {swap.id}, layer {swap.layer}", "h2d")
             else:
                 self._flying.append(_Flight(swap, after))
+
+    def reading(self) -> None:
+        self._reading = True
+
+    def read(self) -> None:
+        self._reading = False
+        for swaps, rows, slots in self._after_reading:
+            self.copy(swaps, rows, slots)
+        self._after_reading.clear()
 
     def landed(self) -> list[int]:
         self._host.raise_error()

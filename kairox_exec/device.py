@@ -32,7 +32,8 @@ class HandOver:
 class Device(Protocol):
     """What the hybrid FFN needs of a machine. Called from the model's thread only.
 
-    The gpu lane: `begin` .. `end` around each op, `think` .. `thought` around each decision.
+    The gpu lane: `begin` .. `end` around each op, `think` .. `thought` around each decision,
+    `reading` .. `read` around a decision on slots whose op is still to come.
     """
 
     costs: CostModel | None
@@ -126,6 +127,14 @@ class Device(Protocol):
         at_once: the copies are made before returning and never reported as landed; the link is
         still busy for their time.
         """
+        ...
+
+    def reading(self) -> None:
+        """Copies that are queued from now on overwrite nothing until `read`."""
+        ...
+
+    def read(self) -> None:
+        """Every op that reads what they may overwrite has ended, or been launched."""
         ...
 
     def landed(self) -> list[int]:

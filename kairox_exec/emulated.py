@@ -74,6 +74,8 @@ class EmulatedDevice:
         self._thought_up: list[Transfer] = []  # copies that are given when thinking ends
         self._host_free_ns = self._d2h_free_ns = 0
         self._landed: list[tuple[int, int]] = []  # (end ns, swap id) not yet reported
+        self._reading = False
+        self._after_reading: list[Job] = []  # copies whose slots are still to be read
         self._silent: set[int] = set()  # swap ids that are not reported
         self._on_link: dict[int, Transfer] = {}  # swaps by id, until reported
         self._link = Link(self._clock, self._paced, self._log_transfer, stuck_after_s)
@@ -273,7 +275,10 @@ class EmulatedDevice:
         ids = np.concatenate([swap.promote for swap in swaps])
         places = np.concatenate([swap.slots for swap in swaps])
         job = Job(lambda: _copy_rows(rows, ids, slots, places))
-        self._copier.submit(job)
+        if self._reading:
+            self._after_reading.append(job)
+        else:
+            self._copier.submit(job)
         given_ns = self._lane_now()
         row_bytes = float(rows[0].numel() * rows.element_size())
         for swap in swaps:
@@ -299,6 +304,15 @@ class EmulatedDevice:
                 named = f"the copies of swaps {[swap.id for swap in swaps]}, layer {swaps[0].layer}"
                 raise stuck("the model", named, "h2d", self._stuck_after_s)
             self._raise_errors()
+
+    def reading(self) -> None:
+        self._reading = True
+
+    def read(self) -> None:
+        self._reading = False
+        for job in self._after_reading:
+            self._copier.submit(job)
+        self._after_reading.clear()
 
     def landed(self) -> list[int]:
         self._raise_errors()

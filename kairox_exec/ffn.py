@@ -220,8 +220,12 @@ class LivePipeline:
         if split.residual.size:
             handed = self._give_to_host(layer, x, decision, split.residual, fired)
         if self.plans and self.trigger == "after":
+            self.device.reading()  # the plan may give up what this layer-step reads
             self._plan(layer, evaluated, share)
-        y = self._device_rows(layer, x, decision, split.on_time, places, fired)
+            y = self._device_rows(layer, x, decision, split.on_time, places, fired)
+            self.device.read()
+        else:
+            y = self._device_rows(layer, x, decision, split.on_time, places, fired)
         if handed is not None:
             y += self.device.join(handed)
         y = self._device_kernels.total(y)
