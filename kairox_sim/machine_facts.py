@@ -18,7 +18,7 @@ from kairox_sim.pcie import sysfs_links
 
 
 def host_facts() -> dict[str, Any]:
-    """Plain values for JSON: system, processor, memory, load, and sysfs's links of graphics cards."""
+    """Plain values for JSON: system, processor, memory, load, links of NVIDIA cards by sysfs."""
     memory = psutil.virtual_memory()
     return {
         "system": platform.system(),

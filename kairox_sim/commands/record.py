@@ -48,9 +48,7 @@ INTERRUPTED = 130  # exit code, as shells have it: 128 + SIGINT
 Model = Annotated[
     Path, typer.Option(help="A Hugging Face folder: config.json, *.safetensors, tokenizer.json.")
 ]
-Device = Annotated[
-    str, typer.Option(help="auto, cpu (unpaced) or emulated; cuda is not built yet.")
-]
+Device = Annotated[str, typer.Option(help="auto, cpu (unpaced), emulated; cuda with --run plain.")]
 Emulate = Annotated[
     str | None, typer.Option(help="The profile an emulated device is paced by: emu-pc1, pc1, ...")
 ]
@@ -176,9 +174,7 @@ def record(
         record_run = record_plain_run
     elif run == "hybrid":
         if batch != 1:
-            raise KairoxError(
-                "the hybrid executor runs one sequence at a time; --run plain batches"
-            )
+            raise KairoxError("--batch needs --run plain: the executor runs one sequence at a time")
         chosen = _settings(settings, policy, decided, dtype=dtype, thresholds=thresholds, **given)
         if trigger is not None:
             chosen = chosen.with_overrides({"trigger": trigger})
