@@ -110,23 +110,23 @@ class TraceWriter:
         if self._closed:
             raise KairoxError(f"{self.path} is closed: nothing can be appended")
         ids: list[int] = np.asarray(tokens).reshape(-1).tolist()
-        self._check_place(seq, step, phase, ids, 0)
         n_layers, n_tokens = self.header.n_layers, len(ids)
         if self._open or self._has_evaluated or self.header.predicted_trigger is not None:
             raise KairoxError(
                 f"step {step}: a step of active sets alone, in a trace of which steps are under "
                 "way layer by layer, or have evaluated or predicted sets"
             )
+        self._check_place(seq, step, phase, ids, 0)
         if active.ndim != 3 or active.shape[:2] != (n_layers, n_tokens):
             raise KairoxError(
                 f"step {step}: active sets {list(active.shape)} for {n_layers} layers of "
                 f"{n_tokens} tokens"
             )
         rows = active.reshape(n_layers * n_tokens, -1)
+        bits = {"bits": as_bits(rows, len(rows), self.header, "active")}
         if self._container is None:
             self._container = self._create()
         self._last = (seq, step, phase, ids)
-        bits = {"bits": as_bits(rows, len(rows), self.header, "active")}
         self._whole.append(self._columns_of(bits))
         if len(self._whole) == self._steps_per_batch:
             self._write_whole()

@@ -166,6 +166,41 @@ def test_a_run_on_an_emulated_machine_says_so(
     assert header.predicted_trigger == "attn_out"
 
 
+def test_a_plain_run_is_recorded(
+    command: list[object], prompts_dir: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    text = ["--text", prompts_dir / "math.txt", prompts_dir / "code.txt", "--tokens", 40]
+    kairox(*command, *text, "--run", "plain", "--batch", 2, "--json")
+    said = _json(capsys)
+    assert (said["tokens"], said["predicted_trigger"]) == (80, None)
+    header = read_trace(tmp_path / "t.arrow", strict=True).header
+    assert header.run["kind"] == "plain"
+    assert [s.domain for s in header.sequences] == ["math", "code"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--run", "plain", "--policy", "lru", "--slots", 9], "--slots, --policy with --run plain"),
+        (["--run", "plain", "--device", "tpu"], "a plain run is on auto, cpu, cuda"),
+        (["--run", "plain", "--batch", 0], "batch 0: it must be 1 or more"),
+        (["--run", "dense"], "unknown run 'dense'; allowed: hybrid, plain"),
+        (["--batch", 2], "--batch needs --run plain"),
+    ],
+)
+def test_what_a_plain_run_is_not(
+    command: list[object],
+    prompts_dir: Path,
+    tmp_path: Path,
+    capsys: Capture,
+    arguments: list[object],
+    said: str,
+) -> None:
+    kairox(*command, "--text", prompts_dir / "math.txt", *arguments, code=2)
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "t.arrow").exists()
+
+
 def test_ctrl_c_seals_and_exits_130(
     command: list[object],
     prompts_dir: Path,

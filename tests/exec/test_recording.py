@@ -46,6 +46,12 @@ def test_header_says_what_was_recorded(
         (0, "code", 7, 32), (1, "code", 32, 57), (2, "math", 7, 32), (3, "math", 32, 57),
     ]  # fmt: skip
     assert header.hardware["device"] == "cpu"
+    began, ended = header.hardware["gpus"], header.hardware["gpus_at_end"]
+    assert (began is None) == (ended is None)
+    assert len(began or ()) == len(ended or ())
+    assert header.run == {
+        "kind": "hybrid", "dtype": "float32", "weights": "float32", "numerics": "fast",
+    }  # fmt: skip
     assert 0 < header.recorder_overhead < 1
 
 
@@ -69,6 +75,17 @@ def test_a_lossy_recording_says_so_and_is_simulated_as_it_ran(
     last = trace.at(trace.n_steps - 1)
     evaluated = sum(last.evaluated(layer).size for layer in range(trace.header.n_layers))
     assert again.steps["evaluated"].iloc[-1] == evaluated > 0
+
+
+def test_header_says_how_rows_are_stored_and_summed(
+    tiny_reglu_dir: Path, prompts_dir: Path, tmp_path: Path
+) -> None:
+    how = Settings(policy="all", gating="screened", weights="int8", numerics="deterministic")
+    text = prompts_dir / "code.txt"
+    out = record(tiny_reglu_dir, text, tmp_path / "t.arrow", tokens=24, prefill=8, settings=how)
+    header = read_trace(out, strict=True).header
+    assert (header.gating, header.complete) == ("screened", True)
+    assert (header.run["weights"], header.run["numerics"]) == ("int8", "deterministic")
 
 
 # -- a run that ends early ----------------------------------------------------------------------
