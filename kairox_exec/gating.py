@@ -54,7 +54,9 @@ def keep_on_device(device: Device, bundle: NeuronBundles) -> OnDevice:
 
 
 def _screen_on(device: Device, bundle: NeuronBundles) -> Screen:
-    screen = make_screen(bundle.gate_w, bundle.spec.fmt)
+    screen = bundle.screen
+    if screen is None:
+        screen = make_screen(bundle.gate_w, bundle.spec.fmt)
     return Screen(device.put(screen.codes), device.put(screen.scale), device.put(screen.error))
 
 

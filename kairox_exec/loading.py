@@ -8,11 +8,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from torch import nn
 
 from kairox_exec.activations import BUILT_WITH, use_rule
+from kairox_exec.checkpoint import open_checkpoint, weight_files
 from kairox_exec.families import Family, Rule, family_of, rule_of
+from kairox_exec.skeleton import fill, plan, skeleton, stored_bytes
 from kairox_sim.errors import KairoxError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -35,10 +38,13 @@ def load_dense(
     raw = read_config(directory)
     family = family_of(raw, thresholds=thresholds)
     rule = rule_of(raw, fatrelu_threshold=fatrelu_threshold, thresholds=thresholds)
-    weight_files(directory)
-    config = config_for(directory, raw, family, rule)
-    model = _read_weights(directory, config, DTYPES[dtype])
-    model.eval().requires_grad_(False)
+    _refuse_quantised(directory, raw)
+    with open_checkpoint(directory) as checkpoint:
+        config = config_for(directory, raw, family, rule)
+        model = skeleton(directory, config, DTYPES[dtype])
+        in_files, groups = plan(model, checkpoint, family)
+        _require_memory(directory, stored_bytes(model))
+        fill(model, checkpoint, in_files, groups)
     use_rule(model, family, rule)
     return model, config
 
@@ -79,38 +85,26 @@ def config_for(directory: Path, raw: dict[str, Any], family: Family, rule: Rule)
         raise KairoxError(f"{directory / 'config.json'}: {reason}") from error
 
 
-def _read_weights(directory: Path, config: Any, dtype: torch.dtype) -> nn.Module:
-    from safetensors import SafetensorError
-    from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
-
-    auto: Any = AutoModelForCausalLM
-    bars: Any = logging  # untyped functions
-    shown = bars.is_progress_bar_enabled()
-    bars.disable_progress_bar()
-    try:
-        model, info = auto.from_pretrained(
-            directory,
-            config=config,
-            dtype=dtype,
-            use_safetensors=True,
-            local_files_only=True,
-            output_loading_info=True,
-        )
-    except (SafetensorError, RuntimeError, OSError) as error:
-        raise KairoxError(f"cannot load the weights in {directory}: {error}") from error
-    finally:
-        if shown:
-            bars.enable_progress_bar()
-    # transformers fills what is missing with random numbers and carries on.
-    if info["missing_keys"]:
-        missing = sorted(info["missing_keys"])
+def _require_memory(directory: Path, n_bytes: int) -> None:
+    """Before anything is read: a model that does not fit would end in swapping or a kill."""
+    free = psutil.virtual_memory().available
+    if n_bytes > free:
         raise KairoxError(
-            f"the weights in {directory} lack {len(missing)} tensors that config.json calls for, "
-            f"e.g. {missing[0]}"
+            f"{directory} needs {n_bytes / 1e9:.1f} GB of host memory and {free / 1e9:.1f} GB are "
+            "available; use smaller rows (`weights` int8 or q4_0) or a smaller dtype, or end "
+            "other programs"
         )
-    dense: nn.Module = model
-    return dense
+
+
+def _refuse_quantised(directory: Path, raw: dict[str, Any]) -> None:
+    quantised = raw.get("quantization_config")
+    if quantised is not None:
+        method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
+        raise KairoxError(
+            f"{directory / 'config.json'} has a quantization_config ({method}); quantised "
+            "checkpoints are not read: use the original weights, and `weights` int8, q8_0 or q4_0 "
+            "to keep them small"
+        )
 
 
 def read_config(model_dir: str | Path) -> dict[str, Any]:
@@ -128,18 +122,6 @@ def read_config(model_dir: str | Path) -> dict[str, Any]:
     if not isinstance(raw, dict):
         raise KairoxError(f"{path} holds a JSON {type(raw).__name__}, not an object")
     return raw
-
-
-def weight_files(model_dir: str | Path) -> list[Path]:
-    """The model's safetensors files, by name."""
-    directory = Path(model_dir)
-    files = sorted(directory.glob("*.safetensors"))
-    if not files:
-        raise KairoxError(
-            f"{directory} has no *.safetensors. Pickled weights (*.bin) are not read; convert "
-            "them with transformers' save_pretrained first."
-        )
-    return files
 
 
 def model_sha256(model_dir: str | Path) -> str:

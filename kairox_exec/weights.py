@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,6 +18,7 @@ from torch import nn
 from kairox_exec.families import Family, decoder_layers
 from kairox_exec.ffn_spec import Activation, FfnSpec, Numerics
 from kairox_exec.formats import Format, encode, storage_dtype
+from kairox_exec.kernels.screening import Screen, make_screen
 from kairox_sim.errors import KairoxError
 
 GATINGS = ("oracle", "exact", "screened", "predicted")
@@ -37,6 +39,7 @@ class NeuronBundles:
     gate_b: torch.Tensor | None  # [n_neurons]; small, kept on both sides
     up_b: torch.Tensor | None  # [n_neurons]; kept on both sides
     down_b: torch.Tensor | None  # [d_model]; added once per token, on the device
+    screen: Screen | None = None  # gating screened: of all neurons' gate
 
     @property
     def n_neurons(self) -> int:
@@ -57,6 +60,8 @@ class NeuronBundles:
         kept = [b for b in (self.gate_b, self.up_b, self.down_b) if b is not None]
         if self.gating == "exact":
             kept.append(self.gate_w)
+        if self.screen is not None:
+            kept += [self.screen.codes, self.screen.scale, self.screen.error]
         return sum(t.numel() * t.element_size() for t in kept)
 
 
@@ -68,8 +73,20 @@ def row_names(family: Family, gating: str) -> tuple[str, ...]:
     return every[1:] if gating == "exact" else every
 
 
-def bundle_layer(
-    module: nn.Module,
+@dataclass(frozen=True, slots=True)
+class FfnWeights:
+    """One layer's FFN as a checkpoint holds it, of any float dtype; `gate` is fc1 without one."""
+
+    gate: torch.Tensor  # [n_neurons, d_model]
+    up: torch.Tensor | None  # [n_neurons, d_model]
+    down: torch.Tensor  # [d_model, n_neurons]
+    gate_b: torch.Tensor | None = None  # [n_neurons]
+    up_b: torch.Tensor | None = None  # [n_neurons]
+    down_b: torch.Tensor | None = None  # [d_model]
+
+
+def bundle_weights(
+    weights: FfnWeights,
     family: Family,
     *,
     layer: int,
@@ -79,36 +96,56 @@ def bundle_layer(
     fmt: Format = "float32",
     numerics: Numerics = "fast",
 ) -> NeuronBundles:
-    """Copy one decoder layer's FFN weights into bundles. The module is not changed."""
+    """Encode one layer's FFN weights into bundles, which share no memory with them."""
     names = row_names(family, gating)
-    gate = _linear(module, family.gate)
-    up = _linear(module, family.up) if family.up is not None else None
-    down = _linear(module, family.down)
-    n_neurons, d_model = gate.weight.shape
-    if down.weight.shape != (d_model, n_neurons):
+    gate, up, down = weights.gate, weights.up, weights.down
+    n_neurons, d_model = gate.shape
+    if down.shape != (d_model, n_neurons):
         raise KairoxError(
-            f"layer {layer}: {family.down} is {tuple(down.weight.shape)}, expected "
+            f"layer {layer}: {family.down} is {tuple(down.shape)}, expected "
             f"{(d_model, n_neurons)} from {family.gate}; is this a {family.name} model?"
         )
-
     # Per neuron: gate and up are rows of their matrices, down is a column.
-    parts = [gate.weight] + ([up.weight] if up is not None else []) + [down.weight.T]
+    parts = [gate] + ([up] if up is not None else []) + [down.T.contiguous()]
     moving = parts[len(parts) - len(names) :]
     spec = FfnSpec(d_model, family.gated, activation, threshold, fmt, numerics)
     rows = torch.empty((n_neurons, len(names), spec.width), dtype=storage_dtype(fmt))
     for i, part in enumerate(moving):
-        rows[:, i] = encode(part.detach(), fmt)
+        rows[:, i] = encode(part, fmt)
+    own = encode(gate, fmt) if gating == "exact" else rows[:, 0]
+    if own.data_ptr() == gate.data_ptr():  # a float tensor that has the format already
+        own = own.clone()
     return NeuronBundles(
         layer=layer,
         gating=gating,
         spec=spec,
         row_names=names,
         rows=rows,
-        gate_w=encode(_copy(gate.weight), fmt) if gating == "exact" else rows[:, 0],
-        gate_b=None if gate.bias is None else _copy(gate.bias),
-        up_b=None if up is None or up.bias is None else _copy(up.bias),
-        down_b=None if down.bias is None else _copy(down.bias),
+        gate_w=own,
+        gate_b=None if weights.gate_b is None else _copy(weights.gate_b),
+        up_b=None if weights.up_b is None else _copy(weights.up_b),
+        down_b=None if weights.down_b is None else _copy(weights.down_b),
+        screen=make_screen(own, fmt) if gating == "screened" else None,
     )
+
+
+def bundle_layer(module: nn.Module, family: Family, *, layer: int, **how: Any) -> NeuronBundles:
+    """Copy one decoder layer's FFN weights into bundles. The module is not changed.
+
+    how: of `bundle_weights`.
+    """
+    gate = _linear(module, family.gate)
+    up = None if family.up is None else _linear(module, family.up)
+    down = _linear(module, family.down)
+    weights = FfnWeights(
+        gate.weight.detach(),
+        None if up is None else up.weight.detach(),
+        down.weight.detach(),
+        gate.bias,
+        None if up is None else up.bias,
+        down.bias,
+    )
+    return bundle_weights(weights, family, layer=layer, **how)
 
 
 def bundle_model(

@@ -413,7 +413,7 @@ def test_silu_model_directory_is_refused(edited: Edit) -> None:
 def test_weights_that_do_not_fit_the_config_are_refused(edited: Edit) -> None:
     with pytest.raises(KairoxError, match="lack 9 tensors"):
         load_dense(edited(num_hidden_layers=7))
-    with pytest.raises(KairoxError, match="cannot load"):
+    with pytest.raises(KairoxError, match=r"gate_proj.weight is \(896, 192\) and .*\(900, 192\)"):
         load_dense(edited(intermediate_size=900))
     with pytest.raises(KairoxError, match=r"config\.json: .*num_hidden_layers"):
         load_dense(edited(num_hidden_layers="six"))
@@ -425,7 +425,7 @@ def test_damaged_or_absent_files_are_refused(edited: Edit, tmp_path: Path) -> No
     directory = edited()
     weights = directory / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:100_000])
-    with pytest.raises(KairoxError, match="cannot load the weights"):
+    with pytest.raises(KairoxError, match=r"model\.safetensors has 100000 bytes.*truncated"):
         load_dense(directory)
     weights.unlink()
     with pytest.raises(KairoxError, match=r"no \*\.safetensors"):

@@ -1,0 +1,198 @@
+"""The safetensors files of a model directory: what is in them, what is wrong with them, one read.
+
+Headers are checked when it is opened; a tensor's numbers are when it is read. Format: the
+safetensors README (github.com/huggingface/safetensors): a length, a JSON header, the bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+
+from kairox_sim.errors import KairoxError
+
+INDEX = "model.safetensors.index.json"
+FLOATS = ("F64", "F32", "F16", "BF16")
+_SHARD = re.compile(r"(?P<stem>.+)-(?P<part>\d+)-of-(?P<of>\d+)\.safetensors")
+_AGAIN = "download or copy the file again"
+_LARGEST_HEADER = 100_000_000  # safetensors' own limit
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """Where a tensor is, by the header of its file."""
+
+    path: Path
+    dtype: str  # safetensors' word: F32, BF16, I8
+    shape: tuple[int, ...]
+    n_bytes: int
+
+
+@dataclass(slots=True)
+class Checkpoint:
+    """A context manager: files are mapped at the first read and let go at the end."""
+
+    directory: Path
+    entries: dict[str, Entry]  # by the tensor's name
+    _open: dict[Path, Any] = field(default_factory=dict)
+    _stack: ExitStack = field(default_factory=ExitStack)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._open.clear()
+        self._stack.close()
+
+    def require(self, name: str, shape: Sequence[int]) -> Entry:
+        """The entry of a float tensor of that shape. KairoxError naming file and tensor."""
+        entry = self.entries[name]
+        if entry.dtype not in FLOATS:
+            raise KairoxError(
+                f"{entry.path}: {name} is {entry.dtype} (allowed: {', '.join(FLOATS)}); quantised "
+                "checkpoints (GPTQ, AWQ, FP8) are not read: use the original weights, and "
+                "`weights` int8, q8_0 or q4_0 to keep them small"
+            )
+        if entry.shape != tuple(shape):
+            raise KairoxError(
+                f"{entry.path}: {name} is {entry.shape} and config.json calls for {tuple(shape)}; "
+                "the two are of different models: take both from one"
+            )
+        return entry
+
+    def read(self, name: str, shape: Sequence[int]) -> torch.Tensor:
+        """A finite float tensor as it is stored: a view of the mapped file."""
+        from safetensors import SafetensorError, safe_open
+
+        path = self.require(name, shape).path
+        try:
+            if path not in self._open:
+                opened: Any = safe_open(str(path), framework="pt")
+                self._open[path] = self._stack.enter_context(opened)
+            tensor: torch.Tensor = self._open[path].get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise KairoxError(f"{path}: cannot read {name}: {error}; {_AGAIN}") from error
+        require_finite(tensor, f"{path}: {name}", _AGAIN)
+        return tensor
+
+
+def require_finite(tensor: torch.Tensor, what: str, to_do: str) -> None:
+    if tensor.numel() == 0:
+        return
+    least, most = (float(value) for value in torch.aminmax(tensor))  # NaN if one of them is
+    if least - least != 0 or most - most != 0:
+        nan, infinite = int(tensor.isnan().sum()), int(tensor.isinf().sum())
+        raise KairoxError(
+            f"{what} holds {nan} NaN and {infinite} infinite of {tensor.numel()} weights; {to_do}"
+        )
+
+
+def weight_files(model_dir: str | Path) -> list[Path]:
+    """The model's safetensors files, by name."""
+    directory = Path(model_dir)
+    files = sorted(directory.glob("*.safetensors"))
+    if not files:
+        raise KairoxError(
+            f"{directory} has no *.safetensors. Pickled weights (*.bin) are not read; convert "
+            "them with transformers' save_pretrained first."
+        )
+    return files
+
+
+def open_checkpoint(model_dir: str | Path) -> Checkpoint:
+    """Read every header. KairoxError where a file is missing, cut or not safetensors."""
+    directory = Path(model_dir)
+    index = directory / INDEX
+    # In transformers' order: one file, else an index of several.
+    if (directory / "model.safetensors").is_file() or not index.is_file():
+        return Checkpoint(directory, _of_files(_chosen(weight_files(directory))))
+    try:
+        weight_map: dict[str, str] = dict(json.loads(index.read_text("utf-8"))["weight_map"])
+    except (UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
+        raise KairoxError(f"{index} is not an index of safetensors: {error!r}; {_AGAIN}") from error
+    absent = sorted({f for f in weight_map.values() if not (directory / f).is_file()})
+    if absent:
+        raise KairoxError(
+            f"{index} names {len(absent)} files that are not there, e.g. {absent[0]}; download "
+            "the missing ones beside it"
+        )
+    entries = _of_files([directory / file for file in sorted(set(weight_map.values()))])
+    for name, file in weight_map.items():
+        if name not in entries or entries[name].path.name != Path(file).name:
+            raise KairoxError(
+                f"{directory / file} does not hold {name}, which {index.name} says is there; "
+                "index and file are of different downloads: take both from one"
+            )
+    return Checkpoint(directory, entries)
+
+
+def _chosen(files: Sequence[Path]) -> Sequence[Path]:
+    """The files to read where there is no index: model.safetensors, or all of them."""
+    single = [path for path in files if path.name == "model.safetensors"]
+    if single:
+        return single
+    for path in files:
+        match = _SHARD.fullmatch(path.name)
+        if match is None:
+            continue
+        digits, of = len(match["part"]), int(match["of"])
+        for part in range(1, of + 1):
+            name = f"{match['stem']}-{part:0{digits}d}-of-{match['of']}.safetensors"
+            if not path.with_name(name).is_file():
+                raise KairoxError(
+                    f"{path.with_name(name)} is missing, part {part} of {of}; {_AGAIN}"
+                )
+    return files
+
+
+def _of_files(files: Sequence[Path]) -> dict[str, Entry]:
+    entries: dict[str, Entry] = {}
+    for path in files:
+        for name, entry in read_header(path).items():
+            if name in entries:
+                raise KairoxError(
+                    f"{name} is in {entries[name].path.name} and in {path}; a directory holds one "
+                    "model: move the files of the other away"
+                )
+            entries[name] = entry
+    return entries
+
+
+def read_header(path: Path) -> dict[str, Entry]:
+    """The tensors of one file, whose length is checked too."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        n_header = int.from_bytes(file.read(8), "little")
+        if size < 8 or n_header > min(size - 8, _LARGEST_HEADER):
+            raise KairoxError(
+                f"{path} is cut in its header, or is not safetensors: it has {size} bytes and the "
+                f"header alone says {n_header + 8}; {_AGAIN}"
+            )
+        text = file.read(n_header)
+    entries: dict[str, Entry] = {}
+    try:
+        content = json.loads(text)
+        content.pop("__metadata__", None)
+        end = 0
+        for name, said in content.items():
+            first, last = said["data_offsets"]
+            shape = tuple(int(n) for n in said["shape"])
+            entries[name] = Entry(path, said["dtype"], shape, last - first)
+            end = max(end, last)
+    except (UnicodeDecodeError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise KairoxError(f"{path}: its header is not safetensors': {error!r}; {_AGAIN}") from error
+    if size != 8 + n_header + end:
+        cut = [n for n, e in content.items() if 8 + n_header + e["data_offsets"][1] > size]
+        which = f"; {len(cut)} tensors are cut, e.g. {cut[0]}" if cut else ""
+        raise KairoxError(
+            f"{path} has {size} bytes and its header calls for {8 + n_header + end}{which}: "
+            f"{'truncated' if cut else 'damaged'}; {_AGAIN}"
+        )
+    return entries
