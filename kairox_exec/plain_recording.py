@@ -1,6 +1,6 @@
 """Record a plain transformers model, wherever it runs: nothing of it is replaced, only hooked.
 
-    with record_plain(model, load_tokenizer(DIR), "run.arrow"):
+    with record_plain(model, load_tokenizer(DIR), "run.arrow", model_dir=DIR):
         model.generate(**inputs)
 
 What fires is decided by the model's own gate (OPT: fc1; dReLU: gate and up), in its own precision.

@@ -41,7 +41,9 @@ def tokenizer(tiny_reglu_dir: Path) -> Tokenizer:
 
 @pytest.fixture
 def model(tiny_reglu_dir: Path) -> Any:
-    return load_dense(tiny_reglu_dir)[0]
+    loaded: Any = load_dense(tiny_reglu_dir)[0]
+    loaded.name_or_path = str(tiny_reglu_dir)  # as from_pretrained leaves it
+    return loaded
 
 
 def _ids(tokenizer: Tokenizer, text: str = PROMPT) -> torch.Tensor:
