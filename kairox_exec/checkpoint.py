@@ -6,6 +6,7 @@ safetensors README (github.com/huggingface/safetensors): a length, a JSON header
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Sequence
@@ -104,6 +105,16 @@ def weight_files(model_dir: str | Path) -> list[Path]:
             "them with transformers' save_pretrained first."
         )
     return files
+
+
+def model_sha256(model_dir: str | Path) -> str:
+    """SHA-256 over the bytes of the safetensors files in name order (one file: its sha256sum)."""
+    digest = hashlib.sha256()
+    for path in weight_files(model_dir):
+        with path.open("rb") as file:
+            while block := file.read(1 << 20):
+                digest.update(block)
+    return digest.hexdigest()
 
 
 def open_checkpoint(model_dir: str | Path) -> Checkpoint:

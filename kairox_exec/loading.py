@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from torch import nn
 
+from kairox_exec import bundle_cache
 from kairox_exec.activations import BUILT_WITH, use_rule
-from kairox_exec.checkpoint import open_checkpoint, weight_files
-from kairox_exec.families import Family, Rule, family_of, rule_of
+from kairox_exec.checkpoint import Checkpoint, model_sha256, open_checkpoint
+from kairox_exec.families import Family, Rule, decoder_layers, family_of, rule_of
+from kairox_exec.ffn_spec import FfnSpec, Numerics
+from kairox_exec.formats import Format, row_bytes
 from kairox_exec.skeleton import fill, plan, skeleton, stored_bytes
+from kairox_exec.weights import FfnWeights, NeuronBundles, bundle_weights, row_names
 from kairox_sim.errors import KairoxError
 
+__all__ = [
+    "DTYPES", "Loaded", "config_for", "load_bundled", "load_dense", "load_reference",
+    "model_sha256", "read_config",
+]  # fmt: skip
+
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+WORTH_KEEPING_BYTES = 256 * 10**6  # of bundles: below, they are made in about a second
 
 
 def load_dense(
@@ -87,6 +96,10 @@ def config_for(directory: Path, raw: dict[str, Any], family: Family, rule: Rule)
 
 def _require_memory(directory: Path, n_bytes: int) -> None:
     """Before anything is read: a model that does not fit would end in swapping or a kill."""
+    try:
+        import psutil
+    except ImportError:  # a bare GPU machine: what is free is not known
+        return
     free = psutil.virtual_memory().available
     if n_bytes > free:
         raise KairoxError(
@@ -124,11 +137,121 @@ def read_config(model_dir: str | Path) -> dict[str, Any]:
     return raw
 
 
-def model_sha256(model_dir: str | Path) -> str:
-    """SHA-256 over the bytes of the safetensors files in name order (one file: its sha256sum)."""
-    digest = hashlib.sha256()
-    for path in weight_files(model_dir):
-        with path.open("rb") as file:
-            while block := file.read(1 << 20):
-                digest.update(block)
-    return digest.hexdigest()
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A model whose FFNs are bundles; its own have no weights and wait for `run_bundles`."""
+
+    model: nn.Module
+    config: Any
+    family: Family
+    bundles: list[NeuronBundles]
+    from_cache: bool
+    cache: str  # the folder that bundles are kept in, or why they are not
+
+
+def load_bundled(
+    model_dir: str | Path,
+    *,
+    gating: str = "exact",
+    fmt: Format = "float32",
+    numerics: Numerics = "fast",
+    dtype: str = "float32",
+    fatrelu_threshold: float | None = None,
+    thresholds: Sequence[float] | None = None,
+    cache_dir: str | Path | None = None,
+) -> Loaded:
+    """A model directory with its FFN rows as bundles of `fmt`, all else in `dtype`.
+
+    Rows come from the files as they are stored, layer by layer: at no time are there two copies of
+    the model, nor a second copy of an FFN beyond one layer. cache_dir: where bundles are kept, the
+    platform's cache by default (for bundles of 256 MB and more); "off" keeps none.
+    """
+    directory = Path(model_dir)
+    raw = read_config(directory)
+    family = family_of(raw, thresholds=thresholds)
+    rule = rule_of(raw, fatrelu_threshold=fatrelu_threshold, thresholds=thresholds)
+    _refuse_quantised(directory, raw)
+    with open_checkpoint(directory) as checkpoint:
+        config = config_for(directory, raw, family, rule)
+        model = skeleton(directory, config, DTYPES[dtype])
+        in_files, groups = plan(model, checkpoint, family)
+        layers = decoder_layers(model, family)
+        ours = _ffn_names(family, len(layers))
+        n_neurons, d_model = model.get_parameter(ours[0]["gate"]).shape
+        specs = [
+            FfnSpec(d_model, family.gated, rule.activation, threshold, fmt, numerics)
+            for threshold in rule.thresholds
+        ]
+        left = frozenset(name for names in ours for name in names.values())
+        n_bytes = len(layers) * _bundle_bytes(family, gating, specs[0], n_neurons)
+        _require_memory(directory, n_bytes + stored_bytes(model, left))
+
+        folder, why_not = _cache_folder(cache_dir, n_bytes)
+        bundles = key = None
+        if folder is not None:
+            key = bundle_cache.Key(
+                model_sha256=bundle_cache.sha256_of(directory, folder), gating=gating, fmt=fmt,
+                n_layers=len(layers), n_neurons=n_neurons, d_model=d_model,
+            )  # fmt: skip
+            bundles = bundle_cache.read(folder, key, family, specs)
+        from_cache = bundles is not None
+        if bundles is None:
+            bundles = [
+                bundle_weights(
+                    _read_ffn(checkpoint, model, in_files, names), family,
+                    layer=layer, gating=gating, threshold=spec.threshold,
+                    activation=spec.activation, fmt=fmt, numerics=numerics,
+                )
+                for layer, (names, spec) in enumerate(zip(ours, specs, strict=True))
+            ]  # fmt: skip
+            if folder is not None and key is not None:
+                why_not = bundle_cache.write(folder, key, bundles, directory.resolve().name)
+        fill(model, checkpoint, in_files, groups, left)
+    return Loaded(model, config, family, bundles, from_cache, why_not or str(folder))
+
+
+def _ffn_names(family: Family, n_layers: int) -> list[dict[str, str]]:
+    """Per layer, a field of FfnWeights -> the model's name for it, biases included."""
+    parts = {"gate": family.gate, "down": family.down}
+    if family.up is not None:
+        parts["up"] = family.up
+    return [
+        {
+            field + suffix: f"{family.layers}.{layer}.{path}.{kind}"
+            for field, path in parts.items()
+            for suffix, kind in (("", "weight"), ("_b", "bias"))
+        }
+        for layer in range(n_layers)
+    ]
+
+
+def _read_ffn(
+    checkpoint: Checkpoint, model: nn.Module, in_files: dict[str, str], names: dict[str, str]
+) -> FfnWeights:
+    read = {
+        field: checkpoint.read(in_files[name], model.get_parameter(name).shape)
+        for field, name in names.items()
+        if name in in_files
+    }
+    return FfnWeights(
+        read["gate"], read.get("up"), read["down"],
+        read.get("gate_b"), read.get("up_b"), read.get("down_b"),
+    )  # fmt: skip
+
+
+def _bundle_bytes(family: Family, gating: str, spec: FfnSpec, n_neurons: int) -> int:
+    """Of one layer in host memory, without biases."""
+    n_rows = len(row_names(family, gating)) + (1 if gating == "exact" else 0)
+    stored = n_rows * n_neurons * row_bytes(spec.fmt, spec.d_model)
+    return stored + (n_neurons * (spec.d_model + 8) if gating == "screened" else 0)
+
+
+def _cache_folder(cache_dir: str | Path | None, n_bytes: int) -> tuple[Path | None, str]:
+    """The folder, or None and why."""
+    if cache_dir == "off":
+        return None, "off"
+    if cache_dir is not None:
+        return Path(cache_dir), ""
+    if n_bytes < WORTH_KEEPING_BYTES:
+        return None, f"bundles below {WORTH_KEEPING_BYTES / 1e6:.0f} MB are made faster than kept"
+    return bundle_cache.default_folder(), ""
