@@ -70,9 +70,9 @@ def run_plain(model: Any, config: Any, out: Path | None) -> tuple[float, str]:
     """As `run`, of the model as transformers runs it; CPU seconds of this thread."""
     tokenizer = load_tokenizer(MODEL)
     ids = torch.from_numpy(encode_file(TEXT, tokenizer).token_ids[:TOKENS].astype("int64"))[None]
-    recording = (
-        nullcontext() if out is None else record_plain(model, tokenizer, out, model_dir=MODEL)
-    )
+    recording: AbstractContextManager[Any] = nullcontext()
+    if out is not None:
+        recording = record_plain(model, tokenizer, out, model_dir=MODEL)
     kv = DynamicCache(config=config)
     digest = hashlib.sha256()
     with torch.inference_mode(), recording:
