@@ -1,13 +1,24 @@
 """A CUDA card: three streams, host threads, and an event wherever one reads what another writes.
 
 compute runs the model, critical carries the host's inputs and partial sums, promotion the swaps.
-Guards: a swap starts after everything launched so far on compute, so after the last reader of its
-slot; a swap counts as landed when its event is done; host buffers are reused when theirs is. Ops
-are timed by events and resolved after the step. Thinking does not hold up the gpu lane.
+
+  who writes                 what                  waits for
+  critical  pinned input     the GPU's x, act      compute, which makes them
+  a host thread reads        the pinned input      its copy (the thread sleeps on the event)
+  critical  sums on device   the one buffer        compute, which read the sums before (as for x)
+  compute   the FFN's output sums on device        their copy
+  promotion a slot           its new bundle        compute, whose last reader of it is launched
+  compute   reads a slot                           its copy: landed is when its event is done
+  the CPU   a pinned buffer  anything              the copy that read it last (see Ring)
+
+Ops of the GPU are timed by events and resolved when the step has ended, on the host's clock.
+Thinking goes on beside what the GPU has been given; where the GPU runs dry meanwhile, that is
+logged as idle for a decision.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,9 +34,9 @@ from numpy.typing import NDArray
 from kairox_exec.device import HandOver
 from kairox_exec.host_pool import HostPool
 from kairox_exec.lanes import STUCK_AFTER_S, stuck
-from kairox_exec.oplog import Op, Size
-from kairox_exec.pinning import Held
-from kairox_exec.promote import Ring, promote_with
+from kairox_exec.oplog import Op, Size, gaps
+from kairox_exec.pinning import Held, Ring
+from kairox_exec.promote import WAYS, Promote, choose_promotion, possible_ways, promote_with
 from kairox_exec.streams import Event, Streams, TorchStreams
 from kairox_sim.errors import KairoxError
 
@@ -33,6 +44,9 @@ if TYPE_CHECKING:
     from kairox_sim.costs import CostModel
     from kairox_sim.events import Swap
     from kairox_sim.hardware import HardwareProfile
+
+BATCH_ROWS = 128  # swaps of a plan that are copied, and land, together: a launch costs 10 us
+FILL_ROWS = 4096  # rows at a time before the run
 
 
 @dataclass(slots=True, eq=False)
@@ -46,23 +60,35 @@ class _Timed:
 
 @dataclass(slots=True, eq=False)
 class _Flight:
-    swap: Swap
+    """Swaps that are copied together."""
+
+    swap_ids: tuple[int, ...]
+    layer: int
     after: Event
-    waited: bool = False  # compute waits for it, so what is launched from now on finds it landed
+
+
+@dataclass(slots=True, eq=False)
+class _Given:
+    """What a hand-over keeps alive until it is joined."""
+
+    buffers: list[torch.Tensor]  # pinned
+    inputs: Sequence[torch.Tensor]  # on the device
+    began_ns: list[int]  # when each part had its inputs
 
 
 class CudaDevice:
     """A context manager. Use it from one thread, the one that runs the model.
 
-    streams: torch.cuda's by default. way: see `promote`; uva_gather wants pinned rows.
+    promotion: see `promote`; auto measures on the first rows that are held. streams: torch.cuda's
+    by default. stuck_after_s: how long anything may be waited for before the run is given up.
     """
 
     def __init__(
         self,
         pool: HostPool | None = None,
         *,
+        promotion: str = "auto",
         streams: Streams | None = None,
-        way: str = "staged",
         stuck_after_s: float = STUCK_AFTER_S,
     ) -> None:
         if streams is None and not torch.cuda.is_available():
@@ -74,21 +100,25 @@ class CudaDevice:
         self.ops: list[Op] = []
         self.n_ops = self.n_overruns = 0
         self._streams = streams or TorchStreams()
-        self._pool, self._way, self._stuck_after_s = pool or HostPool(), way, stuck_after_s
-        self._promote = promote_with(way, self._streams)
-        self._ring = Ring(self._streams)
-        self._held = Held()
+        self._pool, self._stuck_after_s = pool or HostPool(), stuck_after_s
+        self._ring, self._held = Ring(self._streams), Held(self._streams)
+        self._way, self._rates = promotion, dict[str, float]()
+        self._promote: Promote | None = None  # not yet chosen
+        if promotion != "auto":
+            self._promote = promote_with(promotion, self._streams, self._ring)
         self._host = self._pool.start("kairox-cpu")
-        self._gave_up = False
+        self._gave_up = False  # something is stuck: do not wait for it again
         self._origin: tuple[Event, int] | None = None  # of the step, and its time on the host
         self._begun: dict[int, Event] = {}
         self._n_begun = self._think_ns = 0
+        self._thinking = self._reading = False
         self._timed: list[_Timed] = []
+        self._decided: list[Op] = []  # of this step
         self._flying: list[_Flight] = []
-        self._reading = False
-        # Copies whose slots are still to be read.
-        self._after_reading: list[tuple[Sequence[Swap], torch.Tensor, torch.Tensor]] = []
-        self._given: dict[int, list[torch.Tensor]] = {}  # inputs that critical still reads
+        # Plans whose copies are queued when thinking, and reading, has ended.
+        self._planned: list[tuple[Sequence[Swap], torch.Tensor, torch.Tensor]] = []
+        self._given: dict[int, _Given] = {}  # by id of the hand-over
+        self._sums = torch.empty(0, dtype=torch.uint8, device=self._streams.device)
 
     def __enter__(self) -> Self:
         return self
@@ -102,13 +132,12 @@ class CudaDevice:
         self.close()
 
     def close(self) -> None:
-        try:
-            self._host.close(None if self._gave_up else self._stuck_after_s)
-        finally:
-            if not self._gave_up:
-                for stream in (self._streams.promotion, self._streams.critical):
-                    self._await(stream.record(), "close", "what was queued", "h2d")
-                self._held.release()
+        """Pages stay locked where the device may still be reading them: it is stuck."""
+        self._host.close(None if self._gave_up else self._stuck_after_s)
+        if not self._gave_up:
+            for stream in (self._streams.promotion, self._streams.critical):
+                self._await(stream.record(), "close", "what was queued", "h2d")
+            self._held.release()
 
     @property
     def host_threads(self) -> int:
@@ -124,23 +153,39 @@ class CudaDevice:
             "device": str(self._streams.device),
             "host_threads": self._pool.threads,
             "host_nice": self._pool.nice,
-            "promotion": self._way,
             "host_memory": self._held.memory,
+            "pinned_bytes": self._held.pinned_bytes,
             "pageable_bytes": self._held.pageable_bytes,
-            "why_pageable": self._held.refused,
+            "promotion": self._way,
+            **{f"promotion_{way}_bytes_per_s": rate for way, rate in self._rates.items()},
         }
 
+    # -- memory ---------------------------------------------------------------------------------
+
     def hold(self, rows: torch.Tensor) -> torch.Tensor:
-        return self._held.hold(rows) if self._streams.device.type == "cuda" else rows
+        held = self._held.hold(rows)
+        if self._promote is None and len(rows):
+            self._choose(rows)
+        if self._way == "uva_gather" and not self._held.is_pinned:
+            raise KairoxError(
+                "promotion 'uva_gather' lets the GPU read host memory, which is "
+                f"{self._held.memory}; raise the limit of locked memory (ulimit -l), or use "
+                f"promotion {' or '.join(WAYS[1:])}"
+            )
+        return held
 
     def put(self, tensor: torch.Tensor) -> torch.Tensor:
-        with _enough_memory(tensor.numel() * tensor.element_size()):
+        with self._enough_memory(tensor.numel() * tensor.element_size()):
             return tensor.to(self._streams.device, copy=True).contiguous()
+
+    def send(self, ids: NDArray[np.int32]) -> torch.Tensor:
+        # Of pageable memory, which is read before the call returns.
+        return torch.from_numpy(ids).to(self._streams.device, non_blocking=True)
 
     def new_slots(
         self, n_slots: int, n_rows: int, width: int, dtype: torch.dtype = torch.float32
     ) -> torch.Tensor:
-        with _enough_memory(n_slots * n_rows * width * dtype.itemsize):
+        with self._enough_memory(n_slots * n_rows * width * dtype.itemsize):
             slots = torch.empty((n_slots, n_rows, width), dtype=dtype, device=self._streams.device)
         slots.view(torch.uint8).fill_(0xFF)
         return slots
@@ -152,8 +197,10 @@ class CudaDevice:
         slots: torch.Tensor,
         places: NDArray[np.int32],
     ) -> None:
-        to = torch.from_numpy(places).to(slots.device, torch.int64)
-        slots.index_copy_(0, to, rows[torch.from_numpy(ids)].to(slots.device))
+        for at in range(0, ids.size, FILL_ROWS):
+            here = slice(at, at + FILL_ROWS)
+            to = torch.from_numpy(places[here]).long().to(slots.device)
+            slots.index_copy_(0, to, rows[torch.from_numpy(ids[here])].to(slots.device))
 
     # -- the gpu lane ---------------------------------------------------------------------------
 
@@ -168,32 +215,46 @@ class CudaDevice:
         assert self._origin is not None, "end_step without start_step"
         end = self._streams.compute.record()
         self._await(end, "the step's end", "what was queued", "gpu")
-        later: list[_Timed] = []
+        later, lane = [], []
         for timed in self._timed:
-            if timed.after.query():
-                self._log(
-                    replace(timed.op, t0_ns=self._at(timed.before), t1_ns=self._at(timed.after))
-                )
-            else:
+            if not timed.after.query():
                 later.append(timed)  # a swap that is still on the link
+                continue
+            op = replace(timed.op, t0_ns=self._at(timed.before), t1_ns=self._at(timed.after))
+            self._log(op)
+            if op.lane in ("gpu", "idle"):
+                lane.append((op.t0_ns, op.t1_ns))
         self._timed = later
+        for decided in self._decided:
+            for t0_ns, t1_ns in gaps(lane, decided.t0_ns, decided.t1_ns):
+                self._log(Op("idle", "decide", decided.layer, t0_ns, t1_ns, Size()))
+        self._decided.clear()
         return self._at(end)
 
     def begin(self) -> int:
         """A handle for `end`: its time is known after the step."""
         self._n_begun += 1
-        self._begun[self._n_begun] = self._streams.compute.record()
+        self._begun = {self._n_begun: self._streams.compute.record()}
         return self._n_begun
 
     def end(self, t0_ns: int, kind: str, layer: int, size: Size) -> None:
-        before, after = self._begun.pop(t0_ns), self._streams.compute.record()
-        self._timed.append(_Timed(Op("gpu", kind, layer, 0, 0, size), before, after))
+        self._timed.append(
+            _Timed(
+                Op("gpu", kind, layer, 0, 0, size),
+                self._begun[t0_ns],
+                self._streams.compute.record(),
+            )
+        )
 
     def think(self) -> None:
-        self._think_ns = time.monotonic_ns()
+        self._thinking, self._think_ns = True, time.monotonic_ns()
 
     def thought(self, layer: int, size: Size) -> None:
-        self._log(Op("planner", "decide", layer, self._think_ns, time.monotonic_ns(), size))
+        op = Op("planner", "decide", layer, self._think_ns, time.monotonic_ns(), size)
+        self._thinking = False
+        self._decided.append(op)
+        self._log(op)
+        self._start_planned()
 
     # -- the host -------------------------------------------------------------------------------
 
@@ -204,61 +265,61 @@ class CudaDevice:
         works: Sequence[Callable[..., torch.Tensor]],
         size: Size,
     ) -> HandOver:
-        streams = self._streams
-        streams.critical.wait(streams.compute.record())  # compute writes the inputs
-        on_host = [self._ring.take(tuple(t.shape), t.dtype) for t in inputs]
-        before = streams.critical.record()
+        critical = self._streams.critical
+        # Compute writes the inputs, and has launched what reads the sums of the layer before.
+        critical.wait(self._streams.compute.record())
+        taken = [self._ring.take(tuple(t.shape), t.dtype) for t in inputs]
+        on_host = [host for _, host in taken]
+        before = critical.record()
         for host, tensor in zip(on_host, inputs, strict=True):
-            streams.critical.run(partial(_copy, host, tensor))
-        arrived = streams.critical.record()
+            critical.run(partial(_copy, host, tensor))
+        arrived = critical.record()
         n_bytes = float(sum(t.numel() * t.element_size() for t in inputs))
         moved = replace(size, n_bytes=n_bytes)
         self._timed.append(_Timed(Op("d2h", "x", layer, 0, 0, moved), before, arrived))
+        began_ns = [0] * len(works)
 
-        def after_arrival(work: Callable[..., torch.Tensor]) -> torch.Tensor:
+        def when_arrived(i: int) -> torch.Tensor:
             arrived.synchronize()
-            return work(*on_host)
+            began_ns[i] = time.monotonic_ns()
+            return works[i](*on_host)
 
-        jobs = self._host.submit([partial(after_arrival, work) for work in works])
+        jobs = self._host.submit([partial(when_arrived, i) for i in range(len(works))])
         handed = HandOver(layer, size, time.monotonic_ns(), jobs)
-        self._given[id(handed)] = [*on_host, *inputs]
+        self._given[id(handed)] = _Given([buffer for buffer, _ in taken], inputs, began_ns)
         return handed
 
     def join(self, handed: HandOver) -> torch.Tensor:
-        layer, streams = handed.layer, self._streams
-        for i, job in enumerate(handed.jobs):
+        layer, jobs, streams = handed.layer, handed.jobs, self._streams
+        for i, job in enumerate(jobs):
             if not job.done.wait(self._stuck_after_s):
                 self._gave_up = True
                 part = f"part {i} of the residual neurons of layer {layer}"
                 raise stuck("the model", part, "cpu", self._stuck_after_s)
         self._host.raise_error()
-        began_ns = min(job.t0_ns for job in handed.jobs)
-        ended_ns = max(job.t1_ns for job in handed.jobs)
-        self._log(Op("cpu", "residual", layer, began_ns, ended_ns, handed.size))
-        first: torch.Tensor = handed.jobs[0].result
-        sums = self._ring.take(tuple(first.shape), first.dtype)
+        given = self._given.pop(id(handed))
+        ended_ns = max(job.t1_ns for job in jobs)
+        self._log(Op("cpu", "residual", layer, min(given.began_ns), ended_ns, handed.size))
+
+        first: torch.Tensor = jobs[0].result
+        buffer, sums = self._ring.take(tuple(first.shape), first.dtype)
         sums.copy_(first)
-        for job in handed.jobs[1:]:  # in this order whoever was first
+        for job in jobs[1:]:  # in this order whoever was first
             sums += job.result
-        on_device = torch.empty(first.shape, dtype=first.dtype, device=streams.device)
-        # The allocator may have given memory that compute still reads.
-        streams.critical.wait(streams.compute.record())
+        on_device = self._sums_on_device(tuple(first.shape), first.dtype)
         before = streams.critical.record()
         streams.critical.run(partial(_copy, on_device, sums))
         arrived = streams.critical.record()
         idle_from = streams.compute.record()
         streams.compute.wait(arrived)
-        idle_to = streams.compute.record()
         n_bytes = float(sums.numel() * sums.element_size())
         moved = replace(handed.size, n_bytes=n_bytes)
         self._timed += [
             _Timed(Op("h2d", "partial sums", layer, 0, 0, moved), before, arrived),
-            _Timed(Op("idle", "cpu", layer, 0, 0, Size()), idle_from, idle_to),
+            _Timed(Op("idle", "cpu", layer, 0, 0, Size()), idle_from, streams.compute.record()),
         ]
-        self._ring.give(sums, arrived)
-        kept = self._given.pop(id(handed))
-        for host in kept[: len(kept) // 2]:
-            self._ring.give(host, arrived)
+        for used in (buffer, *given.buffers):
+            self._ring.give(used, arrived)
         return on_device
 
     # -- the link -------------------------------------------------------------------------------
@@ -271,60 +332,95 @@ class CudaDevice:
         *,
         at_once: bool = False,
     ) -> None:
-        if self._reading:
-            self._after_reading.append((swaps, rows, slots))
+        if at_once:
+            for flight in self._start(swaps, rows, slots):
+                what = f"swaps {list(flight.swap_ids)}, layer {flight.layer}"
+                self._await(flight.after, "the model", what, "h2d")
+                self._streams.compute.wait(flight.after)
             return
-        stream = self._streams.promotion
-        stream.wait(self._streams.compute.record())  # which may still read what is overwritten
-        row_bytes = float(rows[0].numel() * rows.element_size())
-        for swap in swaps:
-            before = stream.record()
-            self._promote(rows, swap.promote, slots, swap.slots)
-            after = stream.record()
-            n = int(swap.promote.size)
-            op = Op("h2d", "swap", swap.layer, 0, 0, Size(neurons=n, n_bytes=n * row_bytes))
-            self._timed.append(_Timed(op, before, after))
-            if at_once:
-                self._await(after, "the model", f"swap {swap.id}, layer {swap.layer}", "h2d")
-            else:
-                self._flying.append(_Flight(swap, after))
+        self._planned.append((swaps, rows, slots))
+        self._start_planned()
 
     def reading(self) -> None:
         self._reading = True
 
     def read(self) -> None:
         self._reading = False
-        for swaps, rows, slots in self._after_reading:
-            self.copy(swaps, rows, slots)
-        self._after_reading.clear()
+        self._start_planned()
 
     def landed(self) -> list[int]:
         self._host.raise_error()
-        n = 0  # one stream: they land in issue order
-        while n < len(self._flying) and (self._flying[n].waited or self._flying[n].after.query()):
-            n += 1
-        landed, self._flying = self._flying[:n], self._flying[n:]
-        return [flight.swap.id for flight in landed]
+        landed: list[int] = []
+        while self._flying and self._flying[0].after.query():  # one stream: in issue order
+            landed += self._flying.pop(0).swap_ids
+        return landed
 
     def wait_landed(self, swap_ids: Sequence[int]) -> None:
-        last = max((i for i, f in enumerate(self._flying) if f.swap.id in swap_ids), default=-1)
-        if last < 0:
+        wanted = set(swap_ids)
+        waited = [flight for flight in self._flying if wanted.intersection(flight.swap_ids)]
+        if not waited:
             return
-        compute, flight = self._streams.compute, self._flying[last]
+        compute, last = self._streams.compute, waited[-1]
         before = compute.record()
-        compute.wait(flight.after)
-        idle = Op("idle", "io", flight.swap.layer, 0, 0, Size())
+        compute.wait(last.after)
+        idle = Op("idle", "io", last.layer, 0, 0, Size())
         self._timed.append(_Timed(idle, before, compute.record()))
-        for earlier in self._flying[: last + 1]:
-            earlier.waited = True
+        # The thread waits as well: nothing is launched meanwhile, and who is stuck can be told.
+        what = f"swaps {sorted(wanted)}, layer {last.layer}"
+        self._await(last.after, "the model", what, "h2d")
 
     def drop_copies(self) -> None:
-        swap_ids = [flight.swap.id for flight in self._flying]
+        self._planned.clear()
+        swap_ids = [swap_id for flight in self._flying for swap_id in flight.swap_ids]
         done = self._streams.promotion.record()
         self._await(done, "the end of the run", f"swaps {swap_ids}", "h2d")
         self._flying.clear()
 
     # -- inside ---------------------------------------------------------------------------------
+
+    def _start_planned(self) -> None:
+        if self._thinking or self._reading:
+            return
+        for swaps, rows, slots in self._planned:
+            self._flying += self._start(swaps, rows, slots)
+        self._planned.clear()
+
+    def _start(
+        self, swaps: Sequence[Swap], rows: torch.Tensor, slots: torch.Tensor
+    ) -> list[_Flight]:
+        """Queue copies, behind everything that has been launched on what they overwrite."""
+        if self._promote is None:
+            self._choose(rows)
+        assert self._promote is not None
+        stream = self._streams.promotion
+        stream.wait(self._streams.compute.record())
+        row_bytes = float(math.prod(rows.shape[1:]) * rows.element_size())
+        flights = []
+        for batch in _batches(swaps):
+            ids = np.concatenate([swap.promote for swap in batch])
+            places = np.concatenate([swap.slots for swap in batch])
+            before = stream.record()
+            self._promote(rows, ids, slots, places)
+            after = stream.record()
+            layer, n = batch[0].layer, int(ids.size)
+            size = Size(neurons=n, n_bytes=n * row_bytes, n_swaps=len(batch))
+            self._timed.append(_Timed(Op("h2d", "swap", layer, 0, 0, size), before, after))
+            flights.append(_Flight(tuple(swap.id for swap in batch), layer, after))
+        return flights
+
+    def _choose(self, rows: torch.Tensor) -> None:
+        ways = possible_ways(self._streams, rows, pinned=self._held.is_pinned)
+        self._way, self._rates = choose_promotion(self._streams, self._ring, rows, ways)
+        self._promote = promote_with(self._way, self._streams, self._ring)
+
+    def _sums_on_device(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """The buffer of partial sums; what read the last ones was launched before `hand_over`."""
+        n_bytes = math.prod(shape) * dtype.itemsize
+        if self._sums.numel() < n_bytes:
+            self._sums = torch.empty(n_bytes, dtype=torch.uint8, device=self._streams.device)
+            # Memory that compute may still be using for what it held before.
+            self._streams.critical.wait(self._streams.compute.record())
+        return self._sums[:n_bytes].view(dtype).view(shape)
 
     def _await(self, event: Event, who: str, what: str, lane: str) -> None:
         until_s = time.monotonic() + self._stuck_after_s
@@ -332,7 +428,7 @@ class CudaDevice:
             if time.monotonic() > until_s:
                 self._gave_up = True
                 raise stuck(who, what, lane, self._stuck_after_s)
-            time.sleep(0)
+            self._streams.pause()
 
     def _at(self, event: Event) -> int:
         """On the host's monotonic clock."""
@@ -343,19 +439,31 @@ class CudaDevice:
         self.ops.append(op)
         self.n_ops += 1
 
+    @contextmanager
+    def _enough_memory(self, n_bytes: int) -> Iterator[None]:
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            free = self._streams.free_bytes()
+            has = "an unknown number of" if free is None else f"{free:,}"
+            raise KairoxError(
+                f"the device has {has} bytes free and {n_bytes:,} more were asked for; give fewer "
+                "--slots or a smaller --vram, a smaller row format (--weights), or end what else "
+                "uses the device"
+            ) from error
+
+
+def _batches(swaps: Sequence[Swap]) -> Iterator[list[Swap]]:
+    """Neighbours, in order, of about BATCH_ROWS neurons."""
+    batch: list[Swap] = []
+    for swap in swaps:
+        batch.append(swap)
+        if sum(one.promote.size for one in batch) >= BATCH_ROWS:
+            yield batch
+            batch = []
+    if batch:
+        yield batch
+
 
 def _copy(to: torch.Tensor, source: torch.Tensor) -> None:
     to.copy_(source, non_blocking=True)
-
-
-@contextmanager
-def _enough_memory(n_bytes: int) -> Iterator[None]:
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        free = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else None
-        has = "an unknown number of" if free is None else f"{free:,}"
-        raise KairoxError(
-            f"the device has {has} bytes free and {n_bytes:,} were asked for; give fewer --slots, "
-            "a smaller row format (--weights), or end what else uses the device"
-        ) from error

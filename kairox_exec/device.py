@@ -1,4 +1,4 @@
-"""What the hybrid FFN needs of a machine: one small protocol. `emulated` is the one there is."""
+"""What the hybrid FFN needs of a machine: one small protocol, of `emulated` and of `cuda`."""
 
 from __future__ import annotations
 
@@ -63,6 +63,10 @@ class Device(Protocol):
         """A copy of a host tensor in device memory."""
         ...
 
+    def send(self, ids: NDArray[np.int32]) -> torch.Tensor:
+        """int32 in device memory, for ops that are launched from now on; they may not change."""
+        ...
+
     def new_slots(
         self, n_slots: int, n_rows: int, width: int, dtype: torch.dtype = torch.float32
     ) -> torch.Tensor:
@@ -109,7 +113,10 @@ class Device(Protocol):
         ...
 
     def join(self, handed: HandOver) -> torch.Tensor:
-        """Wait for the host's partial sums; returns them in device memory."""
+        """Wait for the host's partial sums; they are in device memory until the next hand-over.
+
+        KairoxError, here and wherever something is waited for, where it never comes.
+        """
         ...
 
     def copy(

@@ -128,6 +128,9 @@ class EmulatedDevice:
     def put(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.clone(memory_format=torch.contiguous_format)
 
+    def send(self, ids: NDArray[np.int32]) -> torch.Tensor:
+        return torch.from_numpy(ids)
+
     def new_slots(
         self, n_slots: int, n_rows: int, width: int, dtype: torch.dtype = torch.float32
     ) -> torch.Tensor:

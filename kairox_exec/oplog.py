@@ -3,11 +3,12 @@
 Lanes and kinds, named as in the simulator's timeline:
 
   gpu      attention, predict, gate, ffn, head
-  planner  decide: the policy's thinking, which holds up the gpu lane
+  planner  decide: the policy's thinking; whether it holds up the gpu lane, the device says
   cpu      residual: the host's neurons
   h2d      swap; "partial sums": the host's result, before any waiting swap
   d2h      x: the FFN's input and what fired
-  idle     cpu, io: the gpu lane had nothing to do, by what it waited for
+  idle     cpu, io: the gpu lane had nothing to do, by what it waited for; decide: for a decision,
+           where thinking does not always hold it up
 """
 
 from __future__ import annotations
@@ -63,6 +64,18 @@ def union_ns(intervals: Sequence[tuple[int, int]]) -> int:
             total += end - reach
             reach = end
     return total
+
+
+def gaps(intervals: Sequence[tuple[int, int]], t0_ns: int, t1_ns: int) -> list[tuple[int, int]]:
+    """The parts of [t0_ns, t1_ns] that no interval covers."""
+    free, at = [], t0_ns
+    for begin, end in sorted(intervals):
+        if end <= at or begin >= t1_ns:
+            continue
+        if begin > at:
+            free.append((at, begin))
+        at = end
+    return [*free, (at, t1_ns)] if at < t1_ns else free
 
 
 def busy_s(ops: Iterable[Op], t0_ns: int, t1_ns: int) -> float:

@@ -3,98 +3,137 @@
 uva_gather  the GPU reads pinned rows itself: no work for the CPU (needs triton)
 staged      the CPU gathers into a pinned ring, one copy, and the GPU scatters
 per_row     a copy for each run of adjacent rows: best for large rows
+
+Which is fastest depends on the size of rows, the link and the driver (vLLM pull request 42212 and
+its issue 57555), so it is measured at the start.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kairox_exec.streams import Event, Streams
+from kairox_exec.pinning import Ring
+from kairox_exec.streams import Streams
 from kairox_sim.errors import KairoxError
 
 WAYS = ("uva_gather", "staged", "per_row")
-# Programs of the GPU that copy: 16 filled a PCIe 5 link for rows of 24 KiB (vLLM PR 42212: 12).
+# Programs of the GPU that copy: vLLM (pull request 42212) fills a link with 12.
 N_PROGRAMS = 16
+TRIED_ROWS = 128  # of the start-up measurement, about what a few plans ask for
+TRIES = 3
 
 Promote = Callable[[torch.Tensor, NDArray[np.int32], torch.Tensor, NDArray[np.int32]], None]
 """slots[places] = rows[ids], queued on the promotion stream: (rows, ids, slots, places)"""
 
 
-class Ring:
-    """Pinned buffers by shape; one is given again only when its event is done."""
-
-    def __init__(self, streams: Streams) -> None:
-        self._streams = streams
-        self._used: dict[tuple[tuple[int, ...], torch.dtype], list[tuple[Event, torch.Tensor]]] = {}
-
-    def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        used = self._used.setdefault((shape, dtype), [])
-        for i, (event, buffer) in enumerate(used):
-            if event.query():
-                del used[i]
-                return buffer
-        return self._streams.pinned(shape, dtype)
-
-    def give(self, buffer: torch.Tensor, after: Event) -> None:
-        self._used[tuple(buffer.shape), buffer.dtype].append((after, buffer))
-
-
-def promote_with(way: str, streams: Streams) -> Promote:
-    ring, stream = Ring(streams), streams.promotion
+def promote_with(way: str, streams: Streams, ring: Ring) -> Promote:
+    stream = streams.promotion
 
     def staged(
         rows: torch.Tensor, ids: NDArray[np.int32], slots: torch.Tensor, places: NDArray[np.int32]
     ) -> None:
-        buffer = ring.take((ids.size, *rows.shape[1:]), rows.dtype)
-        where = ring.take((ids.size,), torch.int64)
-        torch.index_select(rows, 0, torch.from_numpy(ids), out=buffer)
+        words = as_words(rows)
+        into = slots.view(len(slots), -1).view(words.dtype)
+        staging, gathered = ring.take((ids.size, words.shape[1]), words.dtype)
+        listed, where = ring.take((ids.size,), torch.int64)
+        torch.index_select(words, 0, torch.from_numpy(ids), out=gathered)
         where.copy_(torch.from_numpy(places))
 
         def work() -> None:
             to = where.to(slots.device, non_blocking=True)
-            slots.index_copy_(0, to, buffer.to(slots.device, non_blocking=True))
+            into.index_copy_(0, to, gathered.to(slots.device, non_blocking=True))
 
         stream.run(work)
         done = stream.record()
-        ring.give(buffer, done)
-        ring.give(where, done)
+        ring.give(staging, done)
+        ring.give(listed, done)
 
     def per_row(
         rows: torch.Tensor, ids: NDArray[np.int32], slots: torch.Tensor, places: NDArray[np.int32]
     ) -> None:
-        for first, last in runs(ids, places):
-            source = rows[int(ids[first]) : int(ids[last]) + 1]
-            target = slots[int(places[first]) : int(places[last]) + 1]
-            stream.run(lambda s=source, t=target: t.copy_(s, non_blocking=True))  # type: ignore[misc]
+        def work() -> None:
+            for first, last in runs(ids, places):
+                source = rows[int(ids[first]) : int(ids[last]) + 1]
+                target = slots[int(places[first]) : int(places[last]) + 1]
+                target.copy_(source, non_blocking=True)
+
+        stream.run(work)
 
     def uva_gather(
         rows: torch.Tensor, ids: NDArray[np.int32], slots: torch.Tensor, places: NDArray[np.int32]
     ) -> None:
         from kairox_exec.kernels.triton_cuda import gather_rows
 
-        both = ring.take((2, ids.size), torch.int32)
+        words = as_words(rows)
+        into = slots.view(len(slots), -1).view(words.dtype)
+        listed, both = ring.take((2, ids.size), torch.int32)
         both[0], both[1] = torch.from_numpy(ids), torch.from_numpy(places)
 
         def work() -> None:
             there = both.to(slots.device, non_blocking=True)
-            gather_rows(as_words(rows), there[0], as_words(slots), there[1], N_PROGRAMS)
+            gather_rows(words, there[0], into, there[1], N_PROGRAMS)
 
         stream.run(work)
-        ring.give(both, stream.record())
+        ring.give(listed, stream.record())
 
     ways: dict[str, Promote] = {"uva_gather": uva_gather, "staged": staged, "per_row": per_row}
     if way not in ways:
-        raise KairoxError(f"unknown way to promote {way!r}; allowed: {', '.join(WAYS)}")
+        raise KairoxError(f"unknown promotion {way!r}; allowed: auto, {', '.join(WAYS)}")
     return ways[way]
 
 
+def possible_ways(streams: Streams, rows: torch.Tensor, *, pinned: bool) -> tuple[str, ...]:
+    """uva_gather reads whole words of pinned host memory from a CUDA card, and needs triton."""
+    whole = as_words(rows).dtype in (torch.int64, torch.int32)
+    gathers = pinned and whole and streams.device.type == "cuda" and find_spec("triton") is not None
+    return WAYS if gathers else WAYS[1:]
+
+
+def choose_promotion(
+    streams: Streams, ring: Ring, rows: torch.Tensor, ways: Sequence[str]
+) -> tuple[str, dict[str, float]]:
+    """(the fastest of `ways` for such rows, bytes per second of each), the best of a few tries.
+
+    From the call until the rows are there, so that what a way takes of the CPU counts. No two rows
+    are adjacent.
+    """
+    n = min(len(rows) // 2, TRIED_ROWS)
+    if n == 0:
+        return ways[-1], {}
+    ids, places = np.arange(n, dtype=np.int32) * 2, np.arange(n, dtype=np.int32)[::-1].copy()
+    slots = torch.empty((n, *rows.shape[1:]), dtype=rows.dtype, device=streams.device)
+    streams.promotion.wait(streams.compute.record())
+    n_bytes = n * rows[0].numel() * rows.element_size()
+    rates: dict[str, float] = {}
+    for way in ways:
+        promote, took = promote_with(way, streams, ring), []
+        for _ in range(TRIES + 1):  # the first compiles kernels and allocates buffers
+            began_s = time.perf_counter()
+            promote(rows, ids, slots, places)
+            streams.promotion.record().synchronize()
+            took.append(time.perf_counter() - began_s)
+        rates[way] = n_bytes / max(min(took[1:]), 1e-9)
+    return max(rates, key=lambda way: rates[way]), rates
+
+
 def as_words(rows: torch.Tensor) -> torch.Tensor:
-    """[n, words] int32, the same memory."""
-    return rows.view(torch.uint8).reshape(rows.shape[0], -1).view(torch.int32)
+    """Host rows as [n, words], the same memory, in the widest integers that fit.
+
+    Scattering single bytes takes seven times as long as scattering int64 (measured on a CPU).
+    """
+    flat = rows.view(len(rows), -1)
+    element = flat.element_size()
+    lengths = (flat.shape[1] * element, flat.storage_offset() * element, rows.data_ptr())
+    for dtype in (torch.int64, torch.int32, torch.int16):
+        if not any(length % dtype.itemsize for length in lengths):
+            return flat.view(dtype)
+    return flat.view(torch.uint8)
 
 
 def runs(ids: NDArray[np.int32], places: NDArray[np.int32]) -> list[tuple[int, int]]:
@@ -105,27 +144,3 @@ def runs(ids: NDArray[np.int32], places: NDArray[np.int32]) -> list[tuple[int, i
     return list(
         zip([0, *breaks.tolist()], [*(breaks - 1).tolist(), int(ids.size) - 1], strict=True)
     )
-
-
-def fastest(
-    streams: Streams, rows: torch.Tensor, slots: torch.Tensor, ways: tuple[str, ...]
-) -> tuple[str, dict[str, float]]:
-    """The way that brings most bytes per second here, and every way's: the second of two tries.
-
-    Overwrites `slots`. Rows are spread out, so that none can be merged.
-    """
-    n = min(len(slots), len(rows) // 2, 256)
-    if n == 0:
-        return ways[-1], {}
-    ids, places = np.arange(n, dtype=np.int32) * 2, np.arange(n, dtype=np.int32)
-    rates: dict[str, float] = {}
-    for way in ways:
-        promote = promote_with(way, streams)
-        for _ in range(2):
-            before = streams.promotion.record()
-            promote(rows, ids, slots, places)
-            after = streams.promotion.record()
-            after.synchronize()
-        n_bytes = n * rows[0].numel() * rows.element_size()
-        rates[way] = n_bytes * 1e9 / max(1, streams.ns_between(before, after))
-    return max(rates, key=lambda way: rates[way]), rates

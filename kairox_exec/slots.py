@@ -27,26 +27,29 @@ class SlotStore:
     def __init__(
         self, device: Device, bundles: Sequence[NeuronBundles], cache: NeuronCache
     ) -> None:
-        self._device, self._bundles, self._cache = device, bundles, cache
+        self._device, self._cache = device, cache
         self.slots: list[torch.Tensor] = []
+        self._rows: list[torch.Tensor] = []  # in host memory
+        moves = cache.policy.admits != "never"
         for layer, bundle in enumerate(bundles):
-            _, n_rows, width = bundle.rows.shape
-            slots = device.new_slots(cache.capacity[layer], n_rows, width, bundle.rows.dtype)
+            rows = device.hold(bundle.rows) if moves else bundle.rows
+            _, n_rows, width = rows.shape
+            slots = device.new_slots(cache.capacity[layer], n_rows, width, rows.dtype)
             here = np.flatnonzero(cache.slot_of[layer] >= 0).astype(np.int32)
             if here.size:
-                device.fill(bundle.rows, here, slots, cache.slot_of[layer, here])
+                device.fill(rows, here, slots, cache.slot_of[layer, here])
             self.slots.append(slots)
+            self._rows.append(rows)
 
     def start(self, layer: int, swaps: Sequence[Swap], *, at_once: bool = False) -> None:
         """Queue the copies of a plan; `at_once`: make them before returning (see Device.copy)."""
         if swaps:
-            rows, slots = self._bundles[layer].rows, self.slots[layer]
-            self._device.copy(swaps, rows, slots, at_once=at_once)
+            self._device.copy(swaps, self._rows[layer], self.slots[layer], at_once=at_once)
 
     def landed(self) -> list[int]:
         """Ids of the swaps that landed since the last call, in issue order."""
         return self._device.landed()
 
     def places(self, layer: int, ids: NDArray[np.int32]) -> torch.Tensor:
-        """int32 [n]: the slot of each of these neurons, which must be resident."""
-        return torch.from_numpy(self._cache.slot_of[layer, ids])
+        """int32 [n], on the device: the slot of each of these neurons, which must be resident."""
+        return self._device.send(self._cache.slot_of[layer, ids])

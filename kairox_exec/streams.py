@@ -6,6 +6,7 @@ and the other waits for (CUDA C++ Programming Guide, 3.2.8 Asynchronous Concurre
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -13,7 +14,7 @@ import torch
 
 from kairox_exec.oplog import NS
 
-_CUDA: Any = torch.cuda  # parts of it are untyped
+POLL_S = 20e-6  # between two looks at an event, while a thread waits for it with a time limit
 
 
 class Event(Protocol):
@@ -46,12 +47,26 @@ class Streams(Protocol):
     critical: Stream
     promotion: Stream
 
-    def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Page-locked host memory, which copies need to be asynchronous."""
+    def pinned(self, n_bytes: int) -> torch.Tensor:
+        """uint8 [n_bytes]: page-locked host memory, which copies need to be asynchronous."""
         ...
+
+    def lock_pages(self, rows: torch.Tensor) -> str:
+        """Page-lock host memory where it lies; why not, where that is refused."""
+        ...
+
+    def unlock_pages(self, rows: torch.Tensor) -> None: ...
 
     def ns_between(self, earlier: Event, later: Event) -> int:
         """Of two events that are done."""
+        ...
+
+    def pause(self) -> None:
+        """Let a little time pass, for who waits with a time limit."""
+        ...
+
+    def free_bytes(self) -> int | None:
+        """Free device memory; None where nobody knows."""
         ...
 
 
@@ -64,7 +79,8 @@ class _TorchStream:
             work()
 
     def record(self) -> Event:
-        event: Any = _CUDA.Event(enable_timing=True)
+        new: Any = torch.cuda.Event  # untyped
+        event = new(enable_timing=True)
         event.record(self._stream)
         return event  # type: ignore[no-any-return]
 
@@ -72,18 +88,41 @@ class _TorchStream:
         self._stream.wait_event(event)
 
 
+def _runtime() -> Any:
+    get: Any = torch.cuda.cudart  # untyped
+    return get()
+
+
 class TorchStreams:
     """Of torch.cuda; compute is the stream that is current when this is made."""
 
     def __init__(self) -> None:
         self.device = torch.device("cuda", torch.cuda.current_device())
-        least = 0  # CUDA: 0 is the lowest priority, negative ones are higher
+        new: Any = torch.cuda.Stream  # untyped
         self.compute: Stream = _TorchStream(torch.cuda.current_stream())
-        self.critical: Stream = _TorchStream(_CUDA.Stream(priority=-1))
-        self.promotion: Stream = _TorchStream(_CUDA.Stream(priority=least))
+        # CUDA: 0 is the lowest priority, negative ones are higher.
+        self.critical: Stream = _TorchStream(new(priority=-1))
+        self.promotion: Stream = _TorchStream(new(priority=0))
 
-    def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, pin_memory=True)
+    def pinned(self, n_bytes: int) -> torch.Tensor:
+        return torch.empty(n_bytes, dtype=torch.uint8, pin_memory=True)
+
+    def lock_pages(self, rows: torch.Tensor) -> str:
+        n_bytes = rows.numel() * rows.element_size()
+        code = int(_runtime().cudaHostRegister(rows.data_ptr(), n_bytes, 0))
+        if code == 0:
+            return ""
+        return f"cudaHostRegister of {n_bytes:,} bytes: CUDA error {code}"
+
+    def unlock_pages(self, rows: torch.Tensor) -> None:
+        _runtime().cudaHostUnregister(rows.data_ptr())
 
     def ns_between(self, earlier: Any, later: Any) -> int:
         return round(float(earlier.elapsed_time(later)) * 1e-3 * NS)
+
+    def pause(self) -> None:
+        time.sleep(POLL_S)
+
+    def free_bytes(self) -> int | None:
+        free, _ = torch.cuda.mem_get_info(self.device)
+        return int(free)
