@@ -176,7 +176,8 @@ class LateDevice(TorchDispatchMode):
             able = [s for s in every if s.queue and not s.is_blocked()]
             if not able:
                 return False
-            item = self._rng.choice(able).queue.popleft()
+            weights = [0.02 + self._eager[s.name] for s in able]
+            item = self._rng.choices(able, weights)[0].queue.popleft()
             self._now_ns += 1
             if not isinstance(item, tuple):
                 item()
