@@ -17,6 +17,7 @@ from typing import Any, Self
 
 import torch
 
+from kairox_exec.formats import finite
 from kairox_sim.errors import KairoxError
 
 INDEX = "model.safetensors.index.json"
@@ -85,10 +86,7 @@ class Checkpoint:
 
 
 def require_finite(tensor: torch.Tensor, what: str, to_do: str) -> None:
-    if tensor.numel() == 0:
-        return
-    least, most = (float(value) for value in torch.aminmax(tensor))  # NaN if one of them is
-    if least - least != 0 or most - most != 0:
+    if not finite(tensor):
         nan, infinite = int(tensor.isnan().sum()), int(tensor.isinf().sum())
         raise KairoxError(
             f"{what} holds {nan} NaN and {infinite} infinite of {tensor.numel()} weights; {to_do}"
