@@ -26,9 +26,9 @@ from kairox_exec.live_device import (
     shortest_layer_s,
     this_host,
 )
-from kairox_exec.loading import load_dense, model_sha256
+from kairox_exec.loading import load_bundled, model_sha256
 from kairox_exec.mlp_predictor import load_predictor
-from kairox_exec.runner import Runner, attach
+from kairox_exec.runner import Runner, run_bundles
 from kairox_exec.thresholds import read_thresholds
 from kairox_sim.errors import KairoxError
 from kairox_sim.events import Event
@@ -69,13 +69,14 @@ def start(
     always_predict: bool = False,
     audit: bool = False,
     context_len: int | None = None,
+    cache_dir: str | Path | None = None,
 ) -> Runner:
     """Load a model, put hybrid FFNs in, and compile what will be timed.
 
     prior: instead of the one `settings` name. journal: told every call of the cache, see calllog.
     always_predict: predict even if the policy never plans, so that a recorder sees what it says.
     audit: of `run_bundles`. context_len: tokens of the longest sequence to come, for a budget that
-    is what fits; the model's longest by default.
+    is what fits; the model's longest by default. cache_dir: of `load_bundled`.
     """
     _require_built(settings)
     shape = model_shape(model_dir, settings)
@@ -98,20 +99,23 @@ def start(
     thresholds = None
     if settings.thresholds is not None:
         thresholds = read_thresholds(settings.thresholds, model_dir).per_layer
-    model, config = load_dense(model_dir, dtype=settings.dtype, thresholds=thresholds)
+    loaded = load_bundled(
+        model_dir, gating=settings.gating, fmt=settings.weights or settings.dtype,
+        numerics=settings.numerics, dtype=settings.dtype, thresholds=thresholds,
+        cache_dir=cache_dir,
+    )  # fmt: skip
     cache = build_cache(
         settings, shape.n_layers, shape.n_neurons,
         prior=learnt_from, shape=shape, profile=device.profile, journal=journal,
-        context_len=context_len or int(config.max_position_embeddings),
+        context_len=context_len or int(loaded.config.max_position_embeddings),
     )  # fmt: skip
-    runner = attach(
-        model,
-        config,
+    runner = run_bundles(
+        loaded.model,
+        loaded.config,
+        loaded.family,
+        loaded.bundles,
         lambda n_layers, n_neurons: cache,
         device,
-        gating=settings.gating,
-        numerics=settings.numerics,
-        weights=settings.weights or settings.dtype,
         trigger=settings.trigger,
         late=settings.late,
         look_ahead=settings.predictor != "none",
