@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kairox_exec.kernels import numba_cpu
@@ -68,6 +68,10 @@ def test_any_placement_of_tiny_reglu(reglu: Model) -> None:
         shuffled=st.booleans(),
         seed=st.integers(0, 2**16),
     )
+    @example(  # so that everything in HAPPENS does, whatever is drawn
+        gating="exact", policy="lru", trigger="attn_out", slots=[60] * 6, p_land=0.4, p_drop=0.5,
+        share=0.9, shuffled=True, seed=1,
+    )  # fmt: skip
     def same_bits(
         gating: str, policy: str, trigger: str, slots: list[int], p_land: float, p_drop: float,
         share: float, shuffled: bool, seed: int,
