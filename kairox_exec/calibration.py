@@ -57,6 +57,7 @@ class TimedRun:
     seconds_per_token: float  # decode
     residual_per_token: float  # decode
     overrun_share: float
+    host_memory: str = ""  # of Device.status; copies from pageable memory say little of the link
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,17 +109,23 @@ def fit_profile(
 
     costs: for the *sizes* of ops (bytes of the model that is charged), never for durations.
     machine: capacities that no timing tells (VRAM), the row-copy rule and what blocks the GPU.
-    measured_on: for the sources. Raises KairoxError when a kind of op is missing from the runs, or
-    when an emulated machine could not keep its pace.
+    measured_on: for the sources. Raises KairoxError when a kind of op is missing from the runs,
+    when an emulated machine could not keep its pace, or when copies came from pageable memory,
+    which the driver copies once more before they cross the link.
     """
     for run in runs:
+        if run.host_memory.startswith("pageable"):
+            raise KairoxError(
+                f"{run.label}: the link cannot be calibrated on copies from host memory that is "
+                f"{run.host_memory}; raise the limit of locked memory (ulimit -l) and run again"
+            )
         if run.overrun_share > OVERRUN_LIMIT:
             raise PaceError(
                 f"{run.label}: {run.overrun_share:.1%} of ops took longer than the emulated "
                 f"machine allows (limit {OVERRUN_LIMIT:.0%}); close other programs or raise "
                 "time_scale"
             )
-    seen = _Seen(runs, costs)
+    seen = _Seen(runs, costs, machine.decide_blocks_gpu)
     lines = {
         "attention": seen.line("attention"),
         "gate": seen.line("gate", "predict"),
@@ -203,7 +210,9 @@ def fit_profile(
 class _Seen:
     """The ops of all runs by kind: decode ones with their size and their seconds as run."""
 
-    def __init__(self, runs: Sequence[TimedRun], costs: CostModel) -> None:
+    def __init__(
+        self, runs: Sequence[TimedRun], costs: CostModel, decide_blocks: bool = True
+    ) -> None:
         self.costs = costs
         self.by_kind: dict[str, list[tuple[Op, float]]] = defaultdict(list)
         self.prefill: dict[str, list[Op]] = defaultdict(list)
@@ -216,7 +225,7 @@ class _Seen:
                     for op in step.ops:
                         self.prefill[op.kind].append(op)
                     continue
-                for op, seconds in _as_run(step):
+                for op, seconds in _as_run(step, decide_blocks):
                     self.by_kind[op.kind].append((op, seconds))
                 self._add_host(step)
                 self.thinking[run.policy_class] += [o for o in step.ops if o.kind == "decide"]
@@ -350,11 +359,10 @@ def _decide_line(ops: Sequence[Op]) -> tuple[float, float]:
     return float(fixed), float(slope)
 
 
-def _as_run(step: StepOps) -> Iterator[tuple[Op, float]]:
+def _as_run(step: StepOps, decide_blocks: bool = True) -> Iterator[tuple[Op, float]]:
     """Each op and its seconds; on the gpu lane, time since the event before it is its own."""
-    on_gpu = sorted(
-        (op for op in step.ops if op.lane in ("gpu", "planner", "idle")), key=lambda op: op.t0_ns
-    )
+    lanes = ("gpu", "planner", "idle") if decide_blocks else ("gpu", "idle")
+    on_gpu = sorted((op for op in step.ops if op.lane in lanes), key=lambda op: op.t0_ns)
     free_ns = step.began_ns
     for at, op in enumerate(on_gpu):
         if op.lane == "gpu":

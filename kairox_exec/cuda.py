@@ -256,6 +256,9 @@ class CudaDevice:
         self._log(op)
         self._start_planned()
 
+    def wait_decided(self, layer: int) -> None:
+        """The thread that launches has decided before it comes here."""
+
     # -- the host -------------------------------------------------------------------------------
 
     def hand_over(

@@ -99,6 +99,10 @@ class Device(Protocol):
 
     def thought(self, layer: int, size: Size) -> None: ...
 
+    def wait_decided(self, layer: int) -> None:
+        """Let the gpu lane wait until the layer's latest decision is made."""
+        ...
+
     def hand_over(
         self,
         layer: int,

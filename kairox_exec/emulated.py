@@ -7,7 +7,8 @@ memory and lasts as long as the cost model says, or as long as the work took if 
 A lane's clock is absolute. The next op of a lane starts where the one before ended, not where its
 thread woke up, so that oversleeping and the interpreter's own time fill the next op instead of
 adding up between ops, as with a GPU whose launches are queued ahead. Thinking (`decide`) is the
-exception: it holds up the gpu lane for as long as it really takes.
+exception: it holds up the gpu lane for as long as it really takes, or where the costs say that
+launches are asynchronous (`decide_blocks_gpu` false) a lane of its own, and then its copies.
 """
 
 from __future__ import annotations
@@ -71,6 +72,9 @@ class EmulatedDevice:
         self._free_ns = 0  # gpu lane
         self._ended_ns = 0  # the last step; 0 before the first
         self._thinking_ns = 0  # when thinking began, real time; 0 while not thinking
+        self._blocks = costs is None or costs.decide_blocks_gpu
+        self._planner_free_ns = 0
+        self._decided_ns: dict[int, int] = {}  # by layer; kept where thinking does not block
         self._thought_up: list[Transfer] = []  # copies that are given when thinking ends
         self._host_free_ns = self._d2h_free_ns = 0
         self._landed: list[tuple[int, int]] = []  # (end ns, swap id) not yet reported
@@ -112,7 +116,7 @@ class EmulatedDevice:
 
     @property
     def decide_blocks_gpu(self) -> bool:
-        return True
+        return self._blocks
 
     @property
     def status(self) -> dict[str, str | float]:
@@ -187,13 +191,25 @@ class EmulatedDevice:
             self._free_ns = self._thinking_ns
 
     def thought(self, layer: int, size: Size) -> None:
-        t0_ns, self._free_ns = self._free_ns, self._lane_now()
+        if self._blocks:
+            t0_ns, t1_ns = self._free_ns, self._lane_now()
+            self._free_ns = t1_ns
+        else:
+            # The planner's own lane: for the others no time has passed, though this thread thought.
+            t0_ns = max(self._free_ns, self._planner_free_ns)
+            t1_ns = t0_ns + self._clock.now() - self._thinking_ns
+            self._planner_free_ns = self._decided_ns[layer] = t1_ns
+            self._clock.resume(self._thinking_ns)
         self._thinking_ns = 0
         for transfer in self._thought_up:
-            transfer.given_ns = self._free_ns
+            transfer.given_ns = t1_ns
             self._link.give(transfer)
         self._thought_up.clear()
-        self._log(Op("planner", "decide", layer, t0_ns, self._free_ns, size))
+        self._log(Op("planner", "decide", layer, t0_ns, t1_ns, size))
+
+    def wait_decided(self, layer: int) -> None:
+        if not self._blocks:
+            self._idle("decide", layer, self._lane_now(), self._decided_ns.get(layer, 0))
 
     # -- the host -------------------------------------------------------------------------------
 
@@ -356,7 +372,7 @@ class EmulatedDevice:
 
     def _lane_now(self) -> int:
         """Now, on the gpu lane."""
-        if self._thinking_ns:
+        if self._thinking_ns and self._blocks:
             return self._free_ns + self._clock.now() - self._thinking_ns
         return self._free_ns if self._paced else self._clock.now()
 

@@ -245,6 +245,7 @@ class LivePipeline:
             self.cache.commit(swap.id for swap in swaps)
             return
         if self.plans and (self.late == "stall" or self.trigger == "serial"):
+            self.device.wait_decided(layer)
             flying = self.cache.in_flight.values()
             self.device.wait_landed([swap.id for swap in flying if swap.layer == layer])
         self.cache.commit(self.slots.landed())

@@ -95,6 +95,7 @@ class LiveRun:
     steps: tuple[StepOps, ...]
     ending: Ending
     overrun_share: float
+    host_memory: str = ""  # of Device.status
 
     def per_token(self, name: str) -> float:
         """Mean of a StepRecord field over the decode steps."""
@@ -135,9 +136,10 @@ def run_forced(
                     on_step(record)
         assert runner.ending is not None
         overruns = device.n_overruns / max(1, device.n_ops)
+        memory = str(device.status.get("host_memory", ""))
     if not any(record.phase == "decode" for record in records):
         raise KairoxError("the run has no decode steps; give more tokens than the prefill")
-    return LiveRun(tuple(records), tuple(steps), runner.ending, overruns)
+    return LiveRun(tuple(records), tuple(steps), runner.ending, overruns, memory)
 
 
 @contextmanager
@@ -162,6 +164,7 @@ def timed(settings: Settings, run: LiveRun) -> TimedRun:
         seconds_per_token=run.per_token("wall_s"),
         residual_per_token=run.per_token("residual"),
         overrun_share=run.overrun_share,
+        host_memory=run.host_memory,
     )
 
 

@@ -343,7 +343,7 @@ class Runner:
             decide_s=decide_s,
             wait_cpu_s=busy("idle", "cpu"),
             wait_io_s=busy("idle", "io"),
-            wait_decide_s=decide_s,  # the thread that decides also feeds the gpu lane
+            wait_decide_s=decide_s if self.device.decide_blocks_gpu else busy("idle", "decide"),
             fetched=0.0,  # nothing is copied on demand here
             h2d_bytes=counts.loads * float(self._load_bytes),
             threshold_scale=threshold_scale,

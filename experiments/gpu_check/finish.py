@@ -142,6 +142,7 @@ def _fitted(runs: list[Kept], folder: Path) -> tuple[Any, list[dict[str, Any]], 
             seconds_per_token=run.about["means"]["wall_s"],
             residual_per_token=run.about["means"]["residual"],
             overrun_share=0.0,
+            host_memory=str(run.about["device_status"].get("host_memory", "")),
         )
         for run in runs
         if run.calibrates

@@ -72,7 +72,6 @@ class Place:
 
             return EmulatedDevice()
         from kairox_exec.cuda import CudaDevice
-
         from kairox_exec.host_pool import HostPool
 
         return CudaDevice(pool=HostPool(threads=self.host_threads))

@@ -137,3 +137,11 @@ def test_the_fit_follows_every_pacing_constant(
     again = Calibration.load(calibration.dump(tmp_path / "hw.toml"))
     assert again.profile == calibration.profile
     assert [run["setting"] for run in again.runs] == [run["setting"] for run in calibration.runs]
+
+
+def test_copies_from_pageable_memory_do_not_calibrate_the_link() -> None:
+    profile = load_profile("pc1")
+    run = TimedRun("lru", "lru", [], 1.0, 1.0, 0.0, host_memory="pageable: error 2")
+    with pytest.raises(KairoxError, match=r"lru: the link cannot.*pageable: error 2.*ulimit -l"):
+        fit_profile([run], costs_on(profile), name="x", machine=profile, measured_on="x",
+                    calibrated_as=None)  # fmt: skip

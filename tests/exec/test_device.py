@@ -304,3 +304,44 @@ def test_device_memory_is_separate() -> None:
 def test_an_unknown_op_is_refused(costs: CostModel) -> None:
     with EmulatedDevice(costs) as device, pytest.raises(ValueError, match="'embed'"):
         device.end(device.start_step(), "embed", 0, Size())
+
+
+def _think_ns(device: EmulatedDevice, layer: int) -> int:
+    """A decision with one swap that really takes a while: when it was made."""
+    device.think()
+    device.copy([_swap(layer, [layer], [layer], layer)], torch.zeros(4, 2, 4), torch.zeros(4, 2, 4))
+    sum(range(100_000))
+    device.thought(layer, Size(n_swaps=1))
+    assert device.ops[-1].kind == "decide"
+    return device.ops[-1].t1_ns
+
+
+def test_thinking_beside_the_gpu_is_a_lane_of_its_own(costs: CostModel) -> None:
+    with EmulatedDevice(replace(costs, decide_blocks_gpu=False)) as device:
+        assert not device.decide_blocks_gpu
+        began = device.start_step()
+        decided = [_think_ns(device, 0), _think_ns(device, 1)]
+        assert device.begin() == began  # the gpu lane has lost nothing
+        first, second = device.ops
+        assert first.t0_ns == began
+        assert second.t0_ns == first.t1_ns  # the planner thinks of one thing at a time
+        assert second.t1_ns == decided[1]
+        device.wait_decided(2)  # nothing was decided for it
+        assert device.begin() == began
+        device.wait_decided(1)
+        assert device.begin() == decided[1]
+        (idle,) = [op for op in device.ops if op.lane == "idle"]
+        assert (idle.kind, idle.layer, idle.t0_ns) == ("decide", 1, began)
+        device.wait_landed([0, 1])
+        swaps = [op for op in device.ops if op.kind == "swap"]
+        assert swaps[0].t0_ns == decided[0]  # given when it was decided
+        assert swaps[1].t0_ns == max(decided[1], swaps[0].t1_ns)
+
+
+def test_thinking_that_blocks_holds_up_the_gpu(costs: CostModel) -> None:
+    with EmulatedDevice(replace(costs, decide_blocks_gpu=True)) as device:
+        device.start_step()
+        decided = _think_ns(device, 0)
+        assert device.begin() == decided
+        device.wait_decided(0)
+        assert not [op for op in device.ops if op.lane == "idle"]
