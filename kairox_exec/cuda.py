@@ -32,11 +32,11 @@ import torch
 from numpy.typing import NDArray
 
 from kairox_exec.device import HandOver
+from kairox_exec.flights import Flights, Timed
 from kairox_exec.host_pool import HostPool
 from kairox_exec.lanes import STUCK_AFTER_S, stuck
 from kairox_exec.oplog import Op, Size, gaps
 from kairox_exec.pinning import Held, Ring
-from kairox_exec.promote import WAYS, Promote, choose_promotion, possible_ways, promote_with
 from kairox_exec.streams import Event, Streams, TorchStreams
 from kairox_sim.errors import KairoxError
 
@@ -45,26 +45,7 @@ if TYPE_CHECKING:
     from kairox_sim.events import Swap
     from kairox_sim.hardware import HardwareProfile
 
-BATCH_ROWS = 128  # swaps of a plan that are copied, and land, together: a launch costs 10 us
 FILL_ROWS = 4096  # rows at a time before the run
-
-
-@dataclass(slots=True, eq=False)
-class _Timed:
-    """An op whose times are known when its events are done."""
-
-    op: Op
-    before: Event
-    after: Event
-
-
-@dataclass(slots=True, eq=False)
-class _Flight:
-    """Swaps that are copied together."""
-
-    swap_ids: tuple[int, ...]
-    layer: int
-    after: Event
 
 
 @dataclass(slots=True, eq=False)
@@ -102,21 +83,18 @@ class CudaDevice:
         self._streams = streams or TorchStreams()
         self._pool, self._stuck_after_s = pool or HostPool(), stuck_after_s
         self._ring, self._held = Ring(self._streams), Held(self._streams)
-        self._way, self._rates = promotion, dict[str, float]()
-        self._promote: Promote | None = None  # not yet chosen
-        if promotion != "auto":
-            self._promote = promote_with(promotion, self._streams, self._ring)
         self._host = self._pool.start("kairox-cpu")
         self._gave_up = False  # something is stuck: do not wait for it again
         self._origin: tuple[Event, int] | None = None  # of the step, and its time on the host
         self._begun: dict[int, Event] = {}
         self._n_begun = self._think_ns = 0
         self._thinking = self._reading = False
-        self._timed: list[_Timed] = []
+        self._timed: list[Timed] = []
         self._decided: list[Op] = []  # of this step
-        self._flying: list[_Flight] = []
-        # Plans whose copies are queued when thinking, and reading, has ended.
-        self._planned: list[tuple[Sequence[Swap], torch.Tensor, torch.Tensor]] = []
+        # Copies are queued when thinking, and reading, has ended.
+        self._flights = Flights(
+            self._streams, self._ring, self._held, promotion, lambda t: self._timed.append(t)
+        )
         self._given: dict[int, _Given] = {}  # by id of the hand-over
         self._sums = torch.empty(0, dtype=torch.uint8, device=self._streams.device)
 
@@ -156,22 +134,15 @@ class CudaDevice:
             "host_memory": self._held.memory,
             "pinned_bytes": self._held.pinned_bytes,
             "pageable_bytes": self._held.pageable_bytes,
-            "promotion": self._way,
-            **{f"promotion_{way}_bytes_per_s": rate for way, rate in self._rates.items()},
+            "promotion": self._flights.way,
+            **{f"promotion_{way}_bytes_per_s": rate for way, rate in self._flights.rates.items()},
         }
 
     # -- memory ---------------------------------------------------------------------------------
 
     def hold(self, rows: torch.Tensor) -> torch.Tensor:
         held = self._held.hold(rows)
-        if self._promote is None and len(rows):
-            self._choose(rows)
-        if self._way == "uva_gather" and not self._held.is_pinned:
-            raise KairoxError(
-                "promotion 'uva_gather' lets the GPU read host memory, which is "
-                f"{self._held.memory}; raise the limit of locked memory (ulimit -l), or use "
-                f"promotion {' or '.join(WAYS[1:])}"
-            )
+        self._flights.suit(rows)
         return held
 
     def put(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -239,7 +210,7 @@ class CudaDevice:
 
     def end(self, t0_ns: int, kind: str, layer: int, size: Size) -> None:
         self._timed.append(
-            _Timed(
+            Timed(
                 Op("gpu", kind, layer, 0, 0, size),
                 self._begun[t0_ns],
                 self._streams.compute.record(),
@@ -279,7 +250,7 @@ class CudaDevice:
         arrived = critical.record()
         n_bytes = float(sum(t.numel() * t.element_size() for t in inputs))
         moved = replace(size, n_bytes=n_bytes)
-        self._timed.append(_Timed(Op("d2h", "x", layer, 0, 0, moved), before, arrived))
+        self._timed.append(Timed(Op("d2h", "x", layer, 0, 0, moved), before, arrived))
         began_ns = [0] * len(works)
 
         def when_arrived(i: int) -> torch.Tensor:
@@ -318,8 +289,8 @@ class CudaDevice:
         n_bytes = float(sums.numel() * sums.element_size())
         moved = replace(handed.size, n_bytes=n_bytes)
         self._timed += [
-            _Timed(Op("h2d", "partial sums", layer, 0, 0, moved), before, arrived),
-            _Timed(Op("idle", "cpu", layer, 0, 0, Size()), idle_from, streams.compute.record()),
+            Timed(Op("h2d", "partial sums", layer, 0, 0, moved), before, arrived),
+            Timed(Op("idle", "cpu", layer, 0, 0, Size()), idle_from, streams.compute.record()),
         ]
         for used in (buffer, *given.buffers):
             self._ring.give(used, arrived)
@@ -336,12 +307,11 @@ class CudaDevice:
         at_once: bool = False,
     ) -> None:
         if at_once:
-            for flight in self._start(swaps, rows, slots):
-                what = f"swaps {list(flight.swap_ids)}, layer {flight.layer}"
-                self._await(flight.after, "the model", what, "h2d")
+            for flight in self._flights.start(swaps, rows, slots):
+                self._await(flight.after, "the model", flight.named, "h2d")
                 self._streams.compute.wait(flight.after)
             return
-        self._planned.append((swaps, rows, slots))
+        self._flights.plan(swaps, rows, slots)
         self._start_planned()
 
     def reading(self) -> None:
@@ -353,68 +323,35 @@ class CudaDevice:
 
     def landed(self) -> list[int]:
         self._host.raise_error()
-        landed: list[int] = []
-        while self._flying and self._flying[0].after.query():  # one stream: in issue order
-            landed += self._flying.pop(0).swap_ids
-        return landed
+        return self._flights.landed()
 
     def wait_landed(self, swap_ids: Sequence[int]) -> None:
         wanted = set(swap_ids)
-        waited = [flight for flight in self._flying if wanted.intersection(flight.swap_ids)]
+        flying = self._flights.flying
+        waited = [flight for flight in flying if wanted.intersection(flight.swap_ids)]
         if not waited:
             return
         compute, last = self._streams.compute, waited[-1]
         before = compute.record()
         compute.wait(last.after)
         idle = Op("idle", "io", last.layer, 0, 0, Size())
-        self._timed.append(_Timed(idle, before, compute.record()))
+        self._timed.append(Timed(idle, before, compute.record()))
         # The thread waits as well: nothing is launched meanwhile, and who is stuck can be told.
         what = f"swaps {sorted(wanted)}, layer {last.layer}"
         self._await(last.after, "the model", what, "h2d")
 
     def drop_copies(self) -> None:
-        self._planned.clear()
-        swap_ids = [swap_id for flight in self._flying for swap_id in flight.swap_ids]
+        self._flights.drop_planned()
+        swap_ids = [swap_id for flight in self._flights.flying for swap_id in flight.swap_ids]
         done = self._streams.promotion.record()
         self._await(done, "the end of the run", f"swaps {swap_ids}", "h2d")
-        self._flying.clear()
+        self._flights.flying.clear()
 
     # -- inside ---------------------------------------------------------------------------------
 
     def _start_planned(self) -> None:
-        if self._thinking or self._reading:
-            return
-        for swaps, rows, slots in self._planned:
-            self._flying += self._start(swaps, rows, slots)
-        self._planned.clear()
-
-    def _start(
-        self, swaps: Sequence[Swap], rows: torch.Tensor, slots: torch.Tensor
-    ) -> list[_Flight]:
-        """Queue copies, behind everything that has been launched on what they overwrite."""
-        if self._promote is None:
-            self._choose(rows)
-        assert self._promote is not None
-        stream = self._streams.promotion
-        stream.wait(self._streams.compute.record())
-        row_bytes = float(math.prod(rows.shape[1:]) * rows.element_size())
-        flights = []
-        for batch in _batches(swaps):
-            ids = np.concatenate([swap.promote for swap in batch])
-            places = np.concatenate([swap.slots for swap in batch])
-            before = stream.record()
-            self._promote(rows, ids, slots, places)
-            after = stream.record()
-            layer, n = batch[0].layer, int(ids.size)
-            size = Size(neurons=n, n_bytes=n * row_bytes, n_swaps=len(batch))
-            self._timed.append(_Timed(Op("h2d", "swap", layer, 0, 0, size), before, after))
-            flights.append(_Flight(tuple(swap.id for swap in batch), layer, after))
-        return flights
-
-    def _choose(self, rows: torch.Tensor) -> None:
-        ways = possible_ways(self._streams, rows, pinned=self._held.is_pinned)
-        self._way, self._rates = choose_promotion(self._streams, self._ring, rows, ways)
-        self._promote = promote_with(self._way, self._streams, self._ring)
+        if not (self._thinking or self._reading):
+            self._flights.start_planned()
 
     def _sums_on_device(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """The buffer of partial sums; what read the last ones was launched before `hand_over`."""
@@ -454,18 +391,6 @@ class CudaDevice:
                 "--slots or a smaller --vram, a smaller row format (--weights), or end what else "
                 "uses the device"
             ) from error
-
-
-def _batches(swaps: Sequence[Swap]) -> Iterator[list[Swap]]:
-    """Neighbours, in order, of about BATCH_ROWS neurons."""
-    batch: list[Swap] = []
-    for swap in swaps:
-        batch.append(swap)
-        if sum(one.promote.size for one in batch) >= BATCH_ROWS:
-            yield batch
-            batch = []
-    if batch:
-        yield batch
 
 
 def _copy(to: torch.Tensor, source: torch.Tensor) -> None:

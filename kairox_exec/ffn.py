@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import pairwise
 from math import isnan, nan
 
 import numpy as np
@@ -262,8 +263,9 @@ class LivePipeline:
         if decision.act is not None:
             inputs.append(decision.act[:, torch.from_numpy(ids).to(x.device)])
         n_parts = max(1, min(self._host_threads, ids.size // LEAST_PART))
-        for at in np.array_split(np.arange(ids.size), n_parts):
-            here = slice(int(at[0]), int(at[-1]) + 1)
+        ends = [ids.size * i // n_parts for i in range(n_parts + 1)]
+        for begin, end in pairwise(ends):
+            here = slice(begin, end)
             index = torch.from_numpy(ids[here])
             fires = None
             if not decision.active_known:
@@ -290,7 +292,7 @@ class LivePipeline:
         y = self._device_kernels.ffn_union(
             x,
             self.slots.slots[layer],
-            places.to(x.device),
+            places,
             self.bundles[layer].spec,
             act=None if act is None else act[:, index],
             gate_b=None if act is not None or here.gate_b is None else here.gate_b[index],

@@ -16,9 +16,12 @@ Source of the blocks: ggml-common.h and ggml-quants.c of github.com/ggml-org/lla
 
 from __future__ import annotations
 
+import math
 from typing import Literal, get_args
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from kairox_sim.errors import KairoxError
 
@@ -101,6 +104,19 @@ def finite(values: torch.Tensor) -> bool:
         return True
     least, most = torch.aminmax(values)  # both are NaN if one value is
     return bool(torch.isfinite(least) & torch.isfinite(most))
+
+
+def as_bytes(rows: torch.Tensor) -> NDArray[np.uint8]:
+    """[n, n_bytes of a bundle], the same host memory: NumPy has no bfloat16."""
+    n_bytes = math.prod(rows.shape[1:]) * rows.element_size()
+    return rows.view(torch.uint8).numpy().reshape(len(rows), n_bytes)
+
+
+def copy_rows(
+    rows: torch.Tensor, ids: NDArray[np.int32], to: torch.Tensor, places: NDArray[np.int32]
+) -> None:
+    """to[places] = rows[ids]; NumPy takes half the time of torch's two ops (measured)."""
+    as_bytes(to)[places] = as_bytes(rows)[ids]
 
 
 def require_format(fmt: str) -> None:

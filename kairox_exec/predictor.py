@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from kairox_exec.device import Device
-from kairox_exec.families import Family, decoder_layers
+from kairox_exec.families import Family, decoder_layers, fires
 from kairox_exec.ffn_spec import FfnSpec
 from kairox_exec.gating import OnDevice
 from kairox_exec.kernels import torch_ref
@@ -75,9 +75,12 @@ def predict(gate: LayerGate, hidden: torch.Tensor) -> torch.Tensor:
         assert gate.screen is not None
         value = torch_ref.code_dots(x, gate.screen.codes) * gate.screen.scale
         value = value if gate.gate_b is None else value + gate.gate_b
-        return torch_ref.activate(value, gate.spec) != 0
-    fast = replace(gate.spec, numerics="fast")  # a guess: no bit of the output depends on it
-    return torch_ref.gate_all(x, gate.gate_w, gate.gate_b, fast) != 0
+    else:  # a guess, so in float32 sums: no bit of the output depends on it
+        spec = gate.spec if gate.spec.numerics == "fast" else replace(gate.spec, numerics="fast")
+        value = torch_ref.gate_values(x, gate.gate_w, gate.gate_b, spec)
+    # Of drelu the gate's half; the up row is not asked.
+    activation = "relu" if gate.spec.activation == "drelu" else gate.spec.activation
+    return fires(value, gate.spec.threshold, activation)
 
 
 @dataclass(frozen=True, slots=True)

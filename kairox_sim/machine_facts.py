@@ -120,7 +120,7 @@ def _max_hz() -> float | None:
     """psutil says 0 MHz where it does not know."""
     try:
         frequency = psutil.cpu_freq()
-    except (OSError, NotImplementedError, RuntimeError):
+    except (OSError, RuntimeError):
         return None
     return frequency.max * 1e6 if frequency is not None and frequency.max > 0 else None
 

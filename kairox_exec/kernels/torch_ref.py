@@ -44,12 +44,13 @@ def gate_values(
     x: torch.Tensor, gate_rows: torch.Tensor, gate_b: torch.Tensor | None, spec: FfnSpec
 ) -> torch.Tensor:
     """What `gate_all` activates: row . x + b, float32 [n_tokens, n_neurons]."""
-    gate = x.new_empty((x.shape[0], gate_rows.shape[0]))
-    whole = spec.numerics == "fast" and spec.fmt == "float32"
-    chunk = gate_rows.shape[0] if whole else 16 * CHUNK
-    for start in range(0, gate_rows.shape[0], max(chunk, 1)):
-        here = slice(start, start + chunk)
-        gate[:, here] = _dots(x, decode(gate_rows[here], spec.fmt), spec)
+    if spec.numerics == "fast" and spec.fmt == "float32":
+        gate = functional.linear(x, gate_rows)
+    else:
+        gate = x.new_empty((x.shape[0], gate_rows.shape[0]))
+        for start in range(0, gate_rows.shape[0], 16 * CHUNK):
+            here = slice(start, start + 16 * CHUNK)
+            gate[:, here] = _dots(x, decode(gate_rows[here], spec.fmt), spec)
     return gate if gate_b is None else gate + gate_b
 
 

@@ -84,7 +84,7 @@ def test_nice_elsewhere_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 def _stuck(monkeypatch: pytest.MonkeyPatch) -> Iterator[EmulatedDevice]:
     """A device whose copies do not end until the test has."""
     release = threading.Event()
-    monkeypatch.setattr("kairox_exec.emulated._copy_rows", lambda *_: release.wait(10))
+    monkeypatch.setattr("kairox_exec.emulated.copy_rows", lambda *_: release.wait(10))
     device = EmulatedDevice(stuck_after_s=0.01)
     try:
         yield device

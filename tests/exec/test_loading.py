@@ -377,7 +377,7 @@ def test_less_host_memory_than_the_model_needs(
 def test_an_ffn_that_is_replaced_needs_no_weights(dirs: dict[str, Path]) -> None:
     """Left alone, it cannot be mistaken for one that computes."""
     loaded = load_bundled(dirs["llama"], cache_dir="off")
-    with pytest.raises((RuntimeError, NotImplementedError)):
+    with pytest.raises(RuntimeError):
         logits(loaded.model)
     for layer in decoder_layers(loaded.model, loaded.family):
         replace_ffn(layer, loaded.family, torch.nn.Identity())

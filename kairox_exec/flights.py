@@ -1,0 +1,138 @@
+"""Swaps on their way into a CUDA card's slots: planned, on the promotion stream, landed.
+
+Knows no policy and waits for nothing: `cuda` says when a plan may start and who waits for it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from kairox_exec.oplog import Op, Size
+from kairox_exec.pinning import Held, Ring
+from kairox_exec.promote import WAYS, Promote, choose_promotion, possible_ways, promote_with
+from kairox_exec.streams import Event, Streams
+from kairox_sim.errors import KairoxError
+
+if TYPE_CHECKING:
+    from kairox_sim.events import Swap
+
+BATCH_ROWS = 128  # swaps of a plan that are copied, and land, together: a launch costs 10 us
+
+
+@dataclass(slots=True, eq=False)
+class Timed:
+    """An op whose times are known when its events are done."""
+
+    op: Op
+    before: Event
+    after: Event
+
+
+@dataclass(slots=True, eq=False)
+class Flight:
+    """Swaps that are copied together."""
+
+    swap_ids: tuple[int, ...]
+    layer: int
+    after: Event
+
+    @property
+    def named(self) -> str:
+        return f"swaps {list(self.swap_ids)}, layer {self.layer}"
+
+
+class Flights:
+    """promotion: see `promote`; auto measures on the first rows. on_timed: told every batch."""
+
+    def __init__(
+        self,
+        streams: Streams,
+        ring: Ring,
+        held: Held,
+        promotion: str,
+        on_timed: Callable[[Timed], None],
+    ) -> None:
+        self.way, self.rates = promotion, dict[str, float]()
+        self.flying: list[Flight] = []
+        self._streams, self._ring, self._held = streams, ring, held
+        self._on_timed = on_timed
+        self._promote: Promote | None = None  # not yet chosen
+        if promotion != "auto":
+            self._promote = promote_with(promotion, streams, ring)
+        self._planned: list[tuple[Sequence[Swap], torch.Tensor, torch.Tensor]] = []
+
+    def suit(self, rows: torch.Tensor) -> None:
+        """Choose a way on these rows, unless it has been; KairoxError for one that cannot be."""
+        if self._promote is None and len(rows):
+            self._choose(rows)
+        if self.way == "uva_gather" and not self._held.is_pinned:
+            raise KairoxError(
+                "promotion 'uva_gather' lets the GPU read host memory, which is "
+                f"{self._held.memory}; raise the limit of locked memory (ulimit -l), or use "
+                f"promotion {' or '.join(WAYS[1:])}"
+            )
+
+    def plan(self, swaps: Sequence[Swap], rows: torch.Tensor, slots: torch.Tensor) -> None:
+        """Remember copies for `start_planned`."""
+        self._planned.append((swaps, rows, slots))
+
+    def start_planned(self) -> None:
+        """Queue what has been planned, in order."""
+        for swaps, rows, slots in self._planned:
+            self.flying += self.start(swaps, rows, slots)
+        self._planned.clear()
+
+    def start(self, swaps: Sequence[Swap], rows: torch.Tensor, slots: torch.Tensor) -> list[Flight]:
+        """Queue copies, behind everything that has been launched on what they overwrite."""
+        if self._promote is None:
+            self._choose(rows)
+        assert self._promote is not None
+        stream = self._streams.promotion
+        stream.wait(self._streams.compute.record())
+        row_bytes = float(math.prod(rows.shape[1:]) * rows.element_size())
+        flights = []
+        for batch in _batches(swaps):
+            ids = np.concatenate([swap.promote for swap in batch])
+            places = np.concatenate([swap.slots for swap in batch])
+            before = stream.record()
+            self._promote(rows, ids, slots, places)
+            after = stream.record()
+            layer, n = batch[0].layer, int(ids.size)
+            size = Size(neurons=n, n_bytes=n * row_bytes, n_swaps=len(batch))
+            self._on_timed(Timed(Op("h2d", "swap", layer, 0, 0, size), before, after))
+            flights.append(Flight(tuple(swap.id for swap in batch), layer, after))
+        return flights
+
+    def landed(self) -> list[int]:
+        """Ids of swaps whose copies are done and were not returned before."""
+        landed: list[int] = []
+        while self.flying and self.flying[0].after.query():  # one stream: in issue order
+            landed += self.flying.pop(0).swap_ids
+        return landed
+
+    def drop_planned(self) -> None:
+        """What has not been queued never is."""
+        self._planned.clear()
+
+    def _choose(self, rows: torch.Tensor) -> None:
+        ways = possible_ways(self._streams, rows, pinned=self._held.is_pinned)
+        self.way, self.rates = choose_promotion(self._streams, self._ring, rows, ways)
+        self._promote = promote_with(self.way, self._streams, self._ring)
+
+
+def _batches(swaps: Sequence[Swap]) -> Iterator[list[Swap]]:
+    """Neighbours, in order, of about BATCH_ROWS neurons."""
+    batch: list[Swap] = []
+    for swap in swaps:
+        batch.append(swap)
+        if sum(one.promote.size for one in batch) >= BATCH_ROWS:
+            yield batch
+            batch = []
+    if batch:
+        yield batch
