@@ -118,6 +118,10 @@ class CudaDevice:
             self._held.release()
 
     @property
+    def where(self) -> torch.device:
+        return self._streams.device
+
+    @property
     def host_threads(self) -> int:
         return self._pool.threads
 

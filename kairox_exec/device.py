@@ -43,6 +43,11 @@ class Device(Protocol):
     n_overruns: int
 
     @property
+    def where(self) -> torch.device:
+        """Of its memory, as torch names it."""
+        ...
+
+    @property
     def host_threads(self) -> int: ...
 
     @property

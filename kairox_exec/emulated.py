@@ -111,6 +111,8 @@ class EmulatedDevice:
                     set_timer_slack(self._slack_before)
                     self._slack_before = None
 
+    where = torch.device("cpu")
+
     @property
     def host_threads(self) -> int:
         return self._pool.threads

@@ -9,7 +9,15 @@ from typing import Any
 
 import numpy as np
 
-from kairox_exec.live import KernelChoice, device_for, model_shape, profile_for, start
+from kairox_exec.live import (
+    ONE_THREAD,
+    HostSide,
+    KernelChoice,
+    device_for,
+    model_shape,
+    profile_for,
+    start,
+)
 from kairox_exec.runner import Runner
 from kairox_exec.sampling import sampler
 from kairox_exec.text import Tokenizer, check_vocabulary, load_tokenizer
@@ -69,6 +77,7 @@ def generate(
     time_scale: float | None = None,
     link: LinkProfile | str | Path | None = None,
     kernels: KernelChoice = "numba",
+    host: HostSide = ONE_THREAD,
     on_text: Callable[[str], None] = lambda piece: None,
 ) -> Generated:
     """Up to `max_new_tokens` tokens after `prompt`; `on_text` is given the text as it comes.
@@ -87,11 +96,11 @@ def generate(
     records: list[StepRecord] = []
     stopped = False
     with device_for(
-        chosen, model_dir, device, emulate=emulate, time_scale=time_scale, link=link
+        chosen, model_dir, device, emulate=emulate, time_scale=time_scale, link=link, host=host
     ) as machine:
         runner = start(
             model_dir, chosen, machine, prior=prior, kernels=kernels,
-            context_len=len(ids) + max_new_tokens,
+            context_len=len(ids) + max_new_tokens, cache_dir=host.cache_dir,
         )  # fmt: skip
         check_vocabulary(tokenizer, int(runner.config.vocab_size))
         try:

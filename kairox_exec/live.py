@@ -9,14 +9,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import torch
 
-from kairox_exec.emulated import EmulatedDevice
+from kairox_exec.device import Device
 from kairox_exec.kernels import Kernels, torch_ref
 from kairox_exec.layer_step import LayerStep
 from kairox_exec.live_device import (
     LAYER_S,
+    ONE_THREAD,
+    HostSide,
     charged_shape,
     choose_device,
     device_for,
@@ -24,7 +25,6 @@ from kairox_exec.live_device import (
     model_shape,
     profile_for,
     shortest_layer_s,
-    this_host,
 )
 from kairox_exec.loading import load_bundled, model_sha256
 from kairox_exec.mlp_predictor import load_predictor
@@ -39,6 +39,8 @@ from kairox_sim.trace import Trace
 
 __all__ = [
     "LAYER_S",
+    "ONE_THREAD",
+    "HostSide",
     "KernelChoice",
     "charged_shape",
     "choose_device",
@@ -50,17 +52,18 @@ __all__ = [
     "set_threads",
     "shortest_layer_s",
     "start",
-    "this_host",
     "warm_up",
 ]
 
 KernelChoice = Literal["numba", "torch"]
+"""numba: on the host, with Triton's on a GPU; torch: the reference, on both"""
+CPU = torch.device("cpu")
 
 
 def start(
     model_dir: str | Path,
     settings: Settings,
-    device: EmulatedDevice,
+    device: Device,
     *,
     prior: Trace | str | Path | None = None,
     on_layer: Callable[[LayerStep], None] | None = None,
@@ -95,7 +98,7 @@ def start(
             n_layers=shape.n_layers,
             n_neurons=shape.n_neurons,
         )
-    host = _kernels(kernels)
+    host, on_device = _kernels(kernels, device)
     thresholds = None
     if settings.thresholds is not None:
         thresholds = read_thresholds(settings.thresholds, model_dir).per_layer
@@ -123,10 +126,12 @@ def start(
         always_predict=always_predict,
         audit=audit,
         host_kernels=host,
-        device_kernels=host,
+        device_kernels=on_device,
         on_layer=on_layer,
     )
     warm_up(runner, host)
+    if on_device is not host:
+        warm_up(runner, on_device, device.where)
     return runner
 
 
@@ -140,37 +145,42 @@ def load(
     link: LinkProfile | str | Path | None = None,
     prior: Trace | str | Path | None = None,
     kernels: KernelChoice = "numba",
+    host: HostSide = ONE_THREAD,
 ) -> Runner:
     """A model with hybrid FFNs under `settings` (the defaults: TAM, a quarter of the neurons).
 
     The device is the Runner's `.device`; close it when done.
     """
     chosen = settings or Settings()
-    built = device_for(chosen, model_dir, device, emulate=emulate, time_scale=time_scale, link=link)
+    built = device_for(
+        chosen, model_dir, device, emulate=emulate, time_scale=time_scale, link=link, host=host
+    )
     try:
-        return start(model_dir, chosen, built, prior=prior, kernels=kernels)
+        return start(
+            model_dir, chosen, built, prior=prior, kernels=kernels, cache_dir=host.cache_dir
+        )
     except BaseException:
         built.close()
         raise
 
 
 @torch.inference_mode()
-def warm_up(runner: Runner, kernels: Kernels) -> None:
-    """Compile the host's kernels in the forms this run calls them in; nothing is kept."""
+def warm_up(runner: Runner, kernels: Kernels, where: torch.device = CPU) -> None:
+    """Compile kernels in the forms this run calls them in; nothing is kept."""
     bundle = runner.pipeline.bundles[0]
-    index = torch.from_numpy(np.arange(min(4, bundle.n_neurons), dtype=np.int32))
+    n = min(4, bundle.n_neurons)
+    index = torch.arange(n, dtype=torch.int32, device=where)
+    rows, gate_rows = bundle.rows[:n].to(where), bundle.gate_w[:n].to(where)
+    gate_b, up_b = (None if b is None else b[:n].to(where) for b in (bundle.gate_b, bundle.up_b))
     for n_tokens in (1, 2):
-        x = torch.zeros((n_tokens, bundle.d_model))
-        given: dict[str, Any] = {
-            name: None if bias is None else bias[index]
-            for name, bias in (("gate_b", bundle.gate_b), ("up_b", bundle.up_b))
-        }
+        x = torch.zeros((n_tokens, bundle.d_model), device=where)
+        given: dict[str, Any] = {"gate_b": gate_b, "up_b": up_b}
         if bundle.gating in ("exact", "oracle"):
-            act = kernels.gate_all(x, bundle.gate_w, bundle.gate_b, bundle.spec)
-            given |= {"act": act[:, index], "gate_b": None}
+            act = kernels.gate_all(x, gate_rows, gate_b, bundle.spec)
+            given |= {"act": act, "gate_b": None}
         else:
-            given["fired"] = torch.empty((n_tokens, index.numel()), dtype=torch.bool)
-        kernels.ffn_union(x, bundle.rows, index, bundle.spec, **given)
+            given["fired"] = torch.empty((n_tokens, n), dtype=torch.bool, device=where)
+        kernels.ffn_union(x, rows, index, bundle.spec, **given)
 
 
 def set_threads(n: int | None) -> int:
@@ -185,13 +195,18 @@ def set_threads(n: int | None) -> int:
     return torch.get_num_threads()
 
 
-def _kernels(choice: KernelChoice) -> Kernels:
+def _kernels(choice: KernelChoice, device: Device) -> tuple[Kernels, Kernels]:
+    """(the host's, the device's)"""
     if choice == "torch":
-        return torch_ref
+        return torch_ref, torch_ref
     if choice == "numba":
         from kairox_exec.kernels import numba_cpu
 
-        return numba_cpu
+        if device.where.type != "cuda":
+            return numba_cpu, numba_cpu
+        from kairox_exec.kernels import triton_cuda
+
+        return numba_cpu, triton_cuda
     raise KairoxError(f"unknown kernels {choice!r}; allowed: numba, torch")
 
 

@@ -1,18 +1,22 @@
 """The machine a live run is on: which device, at which pace, with how much memory.
 
+`auto` is the GPU where there is one, else this host's CPU, unpaced; emulated has to be asked for.
 The device outlives the Runner and is closed by whoever built it.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import psutil
 import torch
 
+from kairox_exec.cuda import CudaDevice
 from kairox_exec.emulated import EmulatedDevice
+from kairox_exec.host_pool import HostPool
 from kairox_exec.loading import DTYPES, read_config
 from kairox_exec.mlp_predictor import load_predictor
 from kairox_sim.costs import CostModel, costs_for
@@ -38,6 +42,22 @@ DEVICES = ("auto", "cuda", "emulated", "cpu")
 LAYER_S = 3e-3
 
 
+@dataclass(frozen=True, slots=True)
+class HostSide:
+    """What the host does beside the device, and how.
+
+    pool: the threads that compute residual neurons. promotion: how a CUDA device is given rows,
+    see `promote`. cache_dir: where bundles are kept, see `load_bundled`.
+    """
+
+    pool: HostPool = field(default_factory=HostPool)
+    promotion: str = "auto"
+    cache_dir: str | Path | None = None
+
+
+ONE_THREAD = HostSide()  # of the usual priority
+
+
 def model_shape(model_dir: str | Path, settings: Settings | None = None) -> ModelShape:
     """What a model directory describes, as `settings` run it, named as its folder.
 
@@ -51,11 +71,11 @@ def model_shape(model_dir: str | Path, settings: Settings | None = None) -> Mode
     known = CATALOGUE.get(name)
     if known is None:
         return shape
-    for field in ("n_layers", "n_neurons", "d_model"):
-        if getattr(known, field) != getattr(shape, field):
+    for part in ("n_layers", "n_neurons", "d_model"):
+        if getattr(known, part) != getattr(shape, part):
             raise KairoxError(
-                f"{name!r} is a model of the catalogue with {field} {getattr(known, field)}, and "
-                f"config.json says {getattr(shape, field)}; give the folder another name"
+                f"{name!r} is a model of the catalogue with {part} {getattr(known, part)}, and "
+                f"config.json says {getattr(shape, part)}; give the folder another name"
             )
     return replace(known, bytes_per_weight=n_bytes, kv_bytes_per_value=None)
 
@@ -107,29 +127,50 @@ def emulated_profile(
 
 
 def choose_device(name: str) -> str:
-    """emulated or cpu: `auto` is the best that there is."""
+    """cuda, emulated or cpu: `auto` is the best that there is."""
     if name not in DEVICES:
         raise KairoxError(f"unknown device {name!r}; allowed: {', '.join(DEVICES)}")
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() and _has_triton() else "cpu"
     if name == "cuda":
-        why = (
-            "is not built yet" if torch.cuda.is_available() else "needs a CUDA GPU: torch sees none"
+        if not torch.cuda.is_available():
+            raise KairoxError(
+                f"device 'cuda' needs a CUDA GPU, and torch {torch.__version__} sees none; use "
+                "cpu, or emulated (with --emulate). Where there is one, `kairox doctor` says "
+                "whether the driver sees it"
+            )
+        if not _has_triton():
+            raise KairoxError(
+                "device 'cuda' needs triton, whose kernels it runs, and it is not installed: "
+                'pip install triton, or in the checkout pip install -e ".[exec,cuda]"'
+            )
+    return name
+
+
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
+
+
+def this_machine(device: str) -> HardwareProfile:
+    """What is known of this machine without timing it; its rates are never used.
+
+    Of a GPU: what is free now is its memory, since that is what a budget can be planned for.
+    """
+    if device == "cuda":
+        free, _ = torch.cuda.mem_get_info()
+        memory = Quantity(value=float(free), source="torch.cuda.mem_get_info: free at the start")
+        margin = load_profile("pc1").vram_margin_bytes
+    else:
+        memory = Quantity(
+            value=float(psutil.virtual_memory().total), source="psutil: the device is host memory"
         )
-        raise KairoxError(f"device 'cuda' {why}; use cpu, or emulated (with --emulate)")
-    return "cpu" if name == "auto" else name
-
-
-def this_host() -> HardwareProfile:
-    """What is known of this machine without timing it; its rates are never used."""
-    ram = Quantity(
-        value=float(psutil.virtual_memory().total), source="psutil: the device is host memory"
-    )
-    nothing = Quantity(value=0.0, source="none kept free")
+        margin = Quantity(value=0.0, source="none kept free")
     return load_profile("pc1").model_copy(
         update={
-            "name": "this-host",
-            "vram_bytes": ram,
-            "vram_margin_bytes": nothing,
-            "decide_blocks_gpu": True,
+            "name": "this-gpu" if device == "cuda" else "this-host",
+            "vram_bytes": memory,
+            "vram_margin_bytes": margin,
+            "decide_blocks_gpu": device != "cuda",
             "time_scale": 1.0,
         }
     )
@@ -160,9 +201,15 @@ def device_for(
     time_scale: float | None = None,
     link: LinkProfile | str | Path | None = None,
     always_predict: bool = False,
-) -> EmulatedDevice:
+    host: HostSide = ONE_THREAD,
+) -> EmulatedDevice | CudaDevice:
     """The device `name` for a model directory and settings; what paces it is in `.costs`."""
     chosen = choose_device(name)
+    if host.promotion != "auto" and chosen != "cuda":
+        raise KairoxError(
+            f"promotion {host.promotion!r} is a way to give a CUDA device its rows, and the device "
+            f"is {chosen!r}; leave it out"
+        )
     if chosen != "emulated":
         for option, given in (("emulate", emulate), ("time_scale", time_scale), ("link", link)):
             if given is not None:
@@ -170,10 +217,7 @@ def device_for(
                     f"{option} is for the emulated device and the device is {name!r}; "
                     "use device 'emulated', or leave it out"
                 )
-        device = EmulatedDevice()
-        if settings.vram is not None:
-            device.profile = with_vram(this_host(), parse_bytes(settings.vram))
-        return device
+        return _unpaced(chosen, settings, host)
     if emulate is None:
         raise KairoxError("device 'emulated' needs a profile to emulate, such as emu-pc1 or pc1")
     own = model_shape(model_dir, settings)
@@ -193,6 +237,18 @@ def device_for(
     )
     if settings.groups is not None:
         costs = of_groups(costs, group_size(settings, own.n_neurons))
-    device = EmulatedDevice(costs)
+    device = EmulatedDevice(costs, host.pool)
     device.profile = profile
+    return device
+
+
+def _unpaced(name: str, settings: Settings, host: HostSide) -> EmulatedDevice | CudaDevice:
+    """cuda, or cpu: as fast as it goes. A GPU's budget may be what is free."""
+    if name == "cuda":
+        device: EmulatedDevice | CudaDevice = CudaDevice(host.pool, promotion=host.promotion)
+        device.profile = this_machine(name)
+    else:
+        device = EmulatedDevice(pool=host.pool)
+    if settings.vram is not None:
+        device.profile = with_vram(this_machine(name), parse_bytes(settings.vram))
     return device

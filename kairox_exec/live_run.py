@@ -18,13 +18,15 @@ from numpy.typing import NDArray
 
 from kairox_exec.calibration import Calibration, StepOps, TimedRun, fit_profile
 from kairox_exec.live import (
+    ONE_THREAD,
+    HostSide,
     choose_device,
     device_for,
     emulated_profile,
     model_shape,
     start,
-    this_host,
 )
+from kairox_exec.live_device import this_machine
 from kairox_exec.machine import machine_facts
 from kairox_exec.oplog import NS
 from kairox_exec.runner import Ending
@@ -71,20 +73,25 @@ class ForcedText:
 class Machine:
     """Where live runs happen. `profile`: what an emulated device is paced by, already slowed."""
 
-    device: str  # "cpu" | "emulated"
+    device: str  # "cpu" | "cuda" | "emulated"
     profile: HardwareProfile | None = None
     numerics: Numerics = "fast"
+    host: HostSide = ONE_THREAD
 
     @property
     def label(self) -> str:
         """Emulated or measured, for every table."""
         if self.profile is None:
-            return f"measured on this machine's {self.device}{self._kind()}"
+            here = "GPU" if self.device == "cuda" else self.device
+            return f"measured on this machine's {here}{self._kind()}"
         slowed = f"slowed {self.profile.time_scale:g} x"
         return f"emulated {self.profile.name}, {slowed}{self._kind()}"
 
     def _kind(self) -> str:
-        return "" if self.numerics == "fast" else f", {self.numerics}"
+        pool, kind = self.host.pool, "" if self.numerics == "fast" else f", {self.numerics}"
+        if pool.threads > 1:
+            kind += f", {pool.threads} host threads"
+        return kind + (f", host nice {pool.nice}" if pool.nice else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,11 +123,17 @@ def run_forced(
     """Feed the sequences' own tokens; each has a fresh KV cache, residency stays."""
     emulate = machine.profile
     time_scale = None if emulate is None else 1.0  # the profile has been slowed already
-    device = device_for(settings, model_dir, machine.device, emulate=emulate, time_scale=time_scale)
+    device = device_for(
+        settings, model_dir, machine.device,
+        emulate=emulate, time_scale=time_scale, host=machine.host,
+    )  # fmt: skip
     records, steps = [], []
     with device:
         longest = max(tokens.size for tokens in sequences)
-        runner = start(model_dir, settings, device, prior=prior, context_len=longest)
+        runner = start(
+            model_dir, settings, device, prior=prior, context_len=longest,
+            cache_dir=machine.host.cache_dir,
+        )  # fmt: skip
         device.ops.clear()
         runner.keep_ops = keep_ops
         with runner, _no_garbage_collection():
@@ -178,18 +191,19 @@ def machine_for(
     time_scale: float | None = None,
     link: LinkProfile | str | Path | None = None,
     numerics: Numerics = "fast",
+    host: HostSide = ONE_THREAD,
 ) -> Machine:
     """The machine of a set of runs: one pace for all its settings."""
     chosen = choose_device(device)
-    if chosen == "cpu":
-        return Machine("cpu", numerics=numerics)
+    if chosen != "emulated":
+        return Machine(chosen, numerics=numerics, host=host)
     if emulate is None:
         raise KairoxError("device 'emulated' needs a profile to emulate, such as emu-pc1 or pc1")
     target = model_shape(model_dir) if model_as is None else shape_of(model_as)
     profile = emulated_profile(
         emulate, target, gating, time_scale=time_scale, link=link, numerics=numerics
     )
-    return Machine("emulated", profile, numerics)
+    return Machine("emulated", profile, numerics, host)
 
 
 def calibration_settings(
@@ -230,7 +244,7 @@ def calibrate(
     shape = model_shape(model_dir)
     chosen = list(settings or calibration_settings(shape.n_neurons, model_as, machine.numerics))
     target = shape if model_as is None else shape_of(model_as)
-    known = machine.profile if machine.profile is not None else this_host()
+    known = machine.profile or this_machine(machine.device)
     costs = costs_for(
         known,
         target,

@@ -18,7 +18,16 @@ from kairox_exec.families import activation_of, family_of
 from kairox_exec.feeds import Feed, Paths, feeds_of, paths_of, require_context
 from kairox_exec.generation import stop_tokens
 from kairox_exec.hidden_states import HiddenStatesWriter
-from kairox_exec.live import KernelChoice, device_for, model_shape, profile_for, start
+from kairox_exec.live import (
+    ONE_THREAD,
+    HostSide,
+    KernelChoice,
+    choose_device,
+    device_for,
+    model_shape,
+    profile_for,
+    start,
+)
 from kairox_exec.loading import model_sha256
 from kairox_exec.machine import machine_facts
 from kairox_exec.recorder import Recorder
@@ -73,6 +82,7 @@ def record(
     time_scale: float | None = None,
     link: LinkProfile | str | Path | None = None,
     kernels: KernelChoice = "numba",
+    host: HostSide = ONE_THREAD,
     force: bool = False,
     progress: Progress | None = None,
 ) -> Path:
@@ -114,7 +124,7 @@ def record(
     )  # fmt: skip
     chosen = _with_trigger(settings or Settings(policy="all"), trigger)
     predicts = chosen.predictor != "none"
-    hardware = machine_facts() | {"device": device}
+    hardware = machine_facts() | {"device": choose_device(device)}
     if emulate is not None:
         profile = profile_for(chosen, model_dir, emulate, time_scale=time_scale, link=link)
         emulate, time_scale, link = profile, 1.0, None
@@ -127,11 +137,13 @@ def record(
         time_scale=time_scale,
         link=link,
         always_predict=predicts,
+        host=host,
     ) as machine:
         learnt_from = load_prior(chosen, prior)
         runner = start(
             model_dir, chosen, machine, prior=learnt_from, kernels=kernels, always_predict=predicts,
             context_len=max(len(feed.tokens) + feed.new_tokens for feed in feeds),
+            cache_dir=host.cache_dir,
         )  # fmt: skip
         require_context(runner.config, feeds)
         header = _header(runner, model_dir, chosen, tokenizer, feeds, hardware)

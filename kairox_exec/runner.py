@@ -61,6 +61,8 @@ class Learnt(Protocol):
         """hidden [..., d_model], of the layer before -> bool [n_tokens, n_neurons]"""
         ...
 
+    def to(self, device: torch.device) -> Learnt: ...
+
 
 def load(
     model_dir: str | Path,
@@ -150,7 +152,7 @@ def run_bundles(
         device_kernels=device_kernels,
         trigger=trigger,
         late=late,
-        predict=ask if learnt is None else learnt.predict,
+        predict=ask if learnt is None else learnt.to(device.where).predict,
         look="attn_out" if learnt is None else learnt.trigger,
         always_predict=always_predict,
         audit=audit,
@@ -166,6 +168,7 @@ def run_bundles(
             f"{pipeline.look!r}; set trigger to {learnt.trigger!r}, or train another"
         )
     pipeline.install(model, family)
+    model.to(device.where)
     return Runner(model, config, pipeline)
 
 

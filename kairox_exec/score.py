@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch.nn import functional
 
-from kairox_exec.live import KernelChoice, device_for, start
+from kairox_exec.live import ONE_THREAD, HostSide, KernelChoice, device_for, start
 from kairox_exec.loading import load_reference
 from kairox_exec.runner import kv_argument
 from kairox_exec.text import Tokenizer, check_vocabulary, encode_file, load_tokenizer, windows
@@ -150,6 +150,7 @@ def score(
     time_scale: float | None = None,
     link: LinkProfile | str | Path | None = None,
     kernels: KernelChoice = "numba",
+    host: HostSide = ONE_THREAD,
     progress: Progress | None = None,
 ) -> Score:
     """Feed tokens [skip, skip + tokens) of each text in windows, and score what follows each.
@@ -168,9 +169,12 @@ def score(
     dense = _dense_steps(model_dir, chosen) if against_dense else None
     tally, comparison, wall_s = Tally(), Comparison(), 0.0
     with device_for(
-        chosen, model_dir, device, emulate=emulate, time_scale=time_scale, link=link
+        chosen, model_dir, device, emulate=emulate, time_scale=time_scale, link=link, host=host
     ) as machine:
-        runner = start(model_dir, chosen, machine, prior=prior, kernels=kernels, context_len=window)
+        runner = start(
+            model_dir, chosen, machine, prior=prior, kernels=kernels, context_len=window,
+            cache_dir=host.cache_dir,
+        )  # fmt: skip
         check_vocabulary(tokenizer, int(runner.config.vocab_size))
         with runner:
             for given in sequences:

@@ -137,10 +137,10 @@ def bundle_layer(module: nn.Module, family: Family, *, layer: int, **how: Any) -
     gate = _linear(module, family.gate)
     up = None if family.up is None else _linear(module, family.up)
     down = _linear(module, family.down)
-    weights = FfnWeights(
-        gate.weight.detach(),
-        None if up is None else up.weight.detach(),
-        down.weight.detach(),
+    weights = FfnWeights(  # bundles are in host memory, wherever the model is
+        gate.weight.detach().cpu(),
+        None if up is None else up.weight.detach().cpu(),
+        down.weight.detach().cpu(),
         gate.bias,
         None if up is None else up.bias,
         down.bias,

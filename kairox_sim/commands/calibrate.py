@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kairox_sim.commands.live_options import Numerics
+from kairox_sim.commands.live_options import (
+    CacheDir,
+    HostNice,
+    HostThreads,
+    Numerics,
+    Promotion,
+    host_side,
+)
 from kairox_sim.commands.options import (
     Json,
     ModelAs,
@@ -37,6 +44,10 @@ def calibrate(
     numerics: Numerics = None,
     time_scale: TimeScale = None,
     threads: Threads = None,
+    host_threads: HostThreads = 1,
+    host_nice: HostNice = 0,
+    promotion: Promotion = "auto",
+    cache_dir: CacheDir = None,
     as_json: Json = False,
 ) -> None:
     """Run a few settings, time every operation, and fit a profile to them.
@@ -60,8 +71,9 @@ def calibrate(
     set_threads(threads or 1)
     kind = Settings.of({} if numerics is None else {"numerics": numerics}).numerics
     machine = machine_for(
-        model, device, emulate=emulate, model_as=model_as, time_scale=time_scale, numerics=kind
-    )
+        model, device, emulate=emulate, model_as=model_as, time_scale=time_scale, numerics=kind,
+        host=host_side(host_threads, host_nice, promotion, cache_dir),
+    )  # fmt: skip
     with progress() as bar:
         task = bar.add_task("calibrating", total=None)
         result = run(

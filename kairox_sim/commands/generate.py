@@ -9,12 +9,17 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kairox_sim.commands.live_options import (
+    CacheDir,
     Dtype,
+    HostNice,
+    HostThreads,
     Numerics,
     PredictorFile,
+    Promotion,
     Thresholds,
     Vram,
     Weights,
+    host_side,
 )
 from kairox_sim.commands.options import (
     Controller,
@@ -81,6 +86,10 @@ def generate(
     link: Link = None,
     time_scale: TimeScale = None,
     threads: Threads = None,
+    host_threads: HostThreads = 1,
+    host_nice: HostNice = 0,
+    promotion: Promotion = "auto",
+    cache_dir: CacheDir = None,
     as_json: Json = False,
 ) -> None:
     """Write on from a prompt, streaming, with neurons swapped as the settings say; then a table.
@@ -123,6 +132,7 @@ def generate(
         emulate=emulate,
         time_scale=time_scale,
         link=link,
+        host=host_side(host_threads, host_nice, promotion, cache_dir),
         on_text=(lambda piece: None) if as_json else _show,
     )
     if as_json:

@@ -1,11 +1,14 @@
-"""Options of how a model is kept, computed and predicted."""
+"""Options of how a model is kept, computed and predicted, and of what the host does beside."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from kairox_exec.live_device import HostSide
 
 Numerics = Annotated[
     str | None,
@@ -39,3 +42,30 @@ Thresholds = Annotated[
     Path | None,
     typer.Option(help="What `sparsify` wrote, for a dense SwiGLU model: approximate."),
 ]
+HostThreads = Annotated[
+    int, typer.Option(help="Threads that compute what is not resident, beside the device.")
+]
+HostNice = Annotated[
+    int, typer.Option(help="Lowers their priority (Linux): 1 to 19. 0 leaves it as it is.")
+]
+Promotion = Annotated[
+    str,
+    typer.Option(
+        help="How a CUDA device gets its swaps: uva_gather, staged, per_row; auto measures."
+    ),
+]
+CacheDir = Annotated[
+    Path | None,
+    typer.Option(
+        help="Where FFN rows are kept ready for the next start; off: nowhere. See `kairox bundles`."
+    ),
+]
+
+
+def host_side(threads: int, nice: int, promotion: str, cache_dir: Path | None) -> HostSide:
+    """What these options say, for the executor."""
+    from kairox_exec.host_pool import HostPool
+    from kairox_exec.live_device import HostSide
+
+    where = "off" if cache_dir == Path("off") else cache_dir
+    return HostSide(HostPool(threads, nice), promotion, where)

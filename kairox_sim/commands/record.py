@@ -11,12 +11,17 @@ import typer
 
 from kairox_sim.commands.info import stat_warnings
 from kairox_sim.commands.live_options import (
+    CacheDir,
     Dtype,
+    HostNice,
+    HostThreads,
     Numerics,
     PredictorFile,
+    Promotion,
     Thresholds,
     Vram,
     Weights,
+    host_side,
 )
 from kairox_sim.commands.options import (
     Controller,
@@ -48,7 +53,7 @@ INTERRUPTED = 130  # exit code, as shells have it: 128 + SIGINT
 Model = Annotated[
     Path, typer.Option(help="A Hugging Face folder: config.json, *.safetensors, tokenizer.json.")
 ]
-Device = Annotated[str, typer.Option(help="auto, cpu (unpaced), emulated; cuda with --run plain.")]
+Device = Annotated[str, typer.Option(help="auto, cuda, cpu (unpaced), emulated.")]
 Emulate = Annotated[
     str | None, typer.Option(help="The profile an emulated device is paced by: emu-pc1, pc1, ...")
 ]
@@ -141,6 +146,10 @@ def record(
     link: Link = None,
     time_scale: TimeScale = None,
     threads: Threads = None,
+    host_threads: HostThreads = 1,
+    host_nice: HostNice = 0,
+    promotion: Promotion = "auto",
+    cache_dir: CacheDir = None,
     force: Annotated[
         bool, typer.Option("--force", help="Overwrite, once the new recording is whole.")
     ] = False,
@@ -167,7 +176,11 @@ def record(
     }  # fmt: skip
     machine = {"emulate": emulate, "time_scale": time_scale, "link": link}
     if run == "plain":
-        hybrid = decided | given | machine
+        beside = {
+            "host_threads": host_threads != 1, "host_nice": host_nice, "cache_dir": cache_dir,
+            "promotion": promotion != "auto",
+        }  # fmt: skip
+        hybrid = decided | given | machine | beside
         _refuse(hybrid | {"settings": settings, "policy": policy, "call_log": call_log})
         how = {"dtype": dtype or "float32", "thresholds": thresholds, "batch": batch}
         how |= {"trigger": trigger or "attn_out"}
@@ -179,6 +192,7 @@ def record(
         if trigger is not None:
             chosen = chosen.with_overrides({"trigger": trigger})
         how = {"settings": chosen, "call_log": call_log, **machine}
+        how["host"] = host_side(host_threads, host_nice, promotion, cache_dir)
         record_run = record_hybrid_run
     else:
         raise KairoxError(f"unknown run {run!r}; allowed: hybrid, plain")

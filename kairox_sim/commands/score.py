@@ -9,12 +9,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kairox_sim.commands.live_options import (
+    CacheDir,
     Dtype,
+    HostNice,
+    HostThreads,
     Numerics,
     PredictorFile,
+    Promotion,
     Thresholds,
     Vram,
     Weights,
+    host_side,
 )
 from kairox_sim.commands.options import (
     Controller,
@@ -85,6 +90,10 @@ def score(
     link: Link = None,
     time_scale: TimeScale = None,
     threads: Threads = None,
+    host_threads: HostThreads = 1,
+    host_nice: HostNice = 0,
+    promotion: Promotion = "auto",
+    cache_dir: CacheDir = None,
     as_json: Json = False,
 ) -> None:
     """Score given text: nats per token, and a hash of the logits under any settings.
@@ -143,6 +152,7 @@ def score(
                 emulate=emulate,
                 link=link,
                 time_scale=time_scale,
+                host=host_side(host_threads, host_nice, promotion, cache_dir),
                 progress=show,
             )
     if as_json:

@@ -8,12 +8,17 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kairox_sim.commands.live_options import (
+    CacheDir,
     Dtype,
+    HostNice,
+    HostThreads,
     Numerics,
     PredictorFile,
+    Promotion,
     Thresholds,
     Vram,
     Weights,
+    host_side,
 )
 from kairox_sim.commands.options import (
     Controller,
@@ -77,6 +82,10 @@ def validate(
         int, typer.Option(min=1, help="Timed runs of each setting, interleaved.")
     ] = 5,
     threads: Threads = None,
+    host_threads: HostThreads = 1,
+    host_nice: HostNice = 0,
+    promotion: Promotion = "auto",
+    cache_dir: CacheDir = None,
     as_json: Json = False,
 ) -> None:
     """Run every setting live, simulate it on its own trace, and say how far the simulation was off.
@@ -118,7 +127,10 @@ def validate(
     target = _one_model(chosen)
     require_folder(out, "report")
     set_threads(threads or 1)
-    machine = machine_for(model, device, emulate=emulate, model_as=target, time_scale=time_scale)
+    host = host_side(host_threads, host_nice, promotion, cache_dir)
+    machine = machine_for(
+        model, device, emulate=emulate, model_as=target, time_scale=time_scale, host=host
+    )
     fed = ForcedText([text], tokens=tokens, skip=skip)
     with progress() as bar:
         task = bar.add_task("calibrating", total=None)
