@@ -94,18 +94,23 @@ def config_for(directory: Path, raw: dict[str, Any], family: Family, rule: Rule)
         raise KairoxError(f"{directory / 'config.json'}: {reason}") from error
 
 
-def _require_memory(directory: Path, n_bytes: int) -> None:
+def _require_memory(directory: Path, n_bytes: int, root: Path = Path("/")) -> None:
     """Before anything is read: a model that does not fit would end in swapping or a kill."""
     try:
-        import psutil
-    except ImportError:  # a bare GPU machine: what is free is not known
+        from kairox_sim.machine_facts import available_bytes, memory_limit
+    except ImportError:  # a bare GPU machine without psutil: what is free is not known
         return
-    free = psutil.virtual_memory().available
+    limit = memory_limit(root)
+    free = available_bytes(limit)
     if n_bytes > free:
+        of, to_do = "", "end other programs"
+        if limit is not None and free < available_bytes(None):
+            of = f" of the {limit.limit_bytes / 1e9:.1f} GB that this container or service may use"
+            to_do = "raise that limit"
         raise KairoxError(
             f"{directory} needs {n_bytes / 1e9:.1f} GB of host memory and {free / 1e9:.1f} GB are "
-            "available; use smaller rows (`weights` int8 or q4_0) or a smaller dtype, or end "
-            "other programs"
+            f"available{of}; use smaller rows (`weights` int8 or q4_0) or a smaller dtype, or "
+            f"{to_do}"
         )
 
 

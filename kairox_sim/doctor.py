@@ -10,7 +10,7 @@ import platform
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -24,14 +24,9 @@ from kairox_sim.hardware import HardwareProfile, bundled_gpus, load_gpu, load_pr
 from kairox_sim.machine_facts import gpu_facts, host_facts
 from kairox_sim.memory import fits, max_slots
 from kairox_sim.model import CATALOGUE, ModelShape, find_shape, quantised
-from kairox_sim.pcie import SYSFS, PcieLink, content_of, link_bytes_per_s, sysfs_links
+from kairox_sim.pcie import SYSFS, PcieLink, link_bytes_per_s, sysfs_links
 
 CPUINFO = Path("/proc/cpuinfo")
-# Of version 2 and of version 1; "max", or a number beyond any memory, where there is no limit.
-CGROUP_LIMITS = (
-    Path("/sys/fs/cgroup/memory.max"),
-    Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
-)
 FEATURES = ("avx2", "f16c", "avx512f", "avx512_vnni", "avx512_bf16", "avx_vnni", "amx_tile")
 ARM_FEATURES = ("asimd", "asimddp", "i8mm", "bf16", "sve")
 SYSCTL = ("machdep.cpu.features", "machdep.cpu.leaf7_features")  # of a Mac with an Intel CPU
@@ -315,7 +310,6 @@ def warnings_of(
     host: dict[str, Any],
     gpus: list[dict[str, Any]] | None,
     links: list[PcieLink],
-    cgroup_limits: Sequence[Path] = CGROUP_LIMITS,
 ) -> list[str]:
     """What about this machine makes it slower, or what was measured on it."""
     said = []
@@ -345,10 +339,12 @@ def warnings_of(
     swap = psutil.swap_memory()
     if swap.total and swap.percent > 10:
         said.append(f"{swap.used / 1e9:.1f} GB are swapped out: weights may be, too")
-    for path in cgroup_limits:
-        allowed = content_of(path) or "max"
-        if allowed.isdecimal() and int(allowed) < host["memory_bytes"]:
-            said.append(f"this container may use {int(allowed) / 1e9:.1f} GB of memory")
+    allowed = host["memory_limit_bytes"]
+    if allowed is not None and allowed < host["memory_bytes"]:
+        said.append(
+            f"this process may use {allowed / 1e9:.1f} GB of memory (the limit of a container or "
+            "service): a model that needs more is refused"
+        )
     load, threads = host["load_1min"], host["cpu"]["threads"]
     if load is not None and threads and load > 0.5 * threads:
         said.append(f"{load:.1f} programs compute already: what was measured is low")

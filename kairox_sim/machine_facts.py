@@ -1,4 +1,4 @@
-"""A machine and its state, by psutil, NVML and sysfs. What cannot be known is None, never 0.
+"""A machine and its state, by psutil, NVML, sysfs and control groups. Not known is None, never 0.
 
 No names of hosts or users, and no paths: traces are shared.
 """
@@ -7,19 +7,35 @@ from __future__ import annotations
 
 import importlib
 import platform
-from collections.abc import Callable, Iterable
-from dataclasses import asdict
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import psutil
 
-from kairox_sim.pcie import sysfs_links
+from kairox_sim.pcie import content_of, sysfs_links
+
+# Files of Linux's memory controller: its limit, its use, and what its memory.stat calls the part of
+# the use that is given up when asked for (Documentation/admin-guide/cgroup-v2.rst and
+# cgroup-v1/memory.rst, where `total_` counts the groups below, as the use does).
+CGROUP_V2 = ("memory.max", "memory.current", "inactive_file")
+CGROUP_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+NO_LIMIT = 2**60  # version 1 has a number beyond any memory where there is no limit
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryLimit:
+    """What control groups let this process use, and what is left of it; None where not told."""
+
+    limit_bytes: int
+    available_bytes: int | None
 
 
 def host_facts() -> dict[str, Any]:
     """Plain values for JSON: system, processor, memory, load, links of NVIDIA cards by sysfs."""
-    memory = psutil.virtual_memory()
+    memory, limit = psutil.virtual_memory(), memory_limit()
     return {
         "system": platform.system(),
         "python": platform.python_version(),
@@ -32,10 +48,72 @@ def host_facts() -> dict[str, Any]:
         },
         "memory_bytes": memory.total,
         "memory_available_bytes": memory.available,
+        "memory_limit_bytes": None if limit is None else limit.limit_bytes,
+        "memory_limit_available_bytes": None if limit is None else limit.available_bytes,
         "load_1min": _load(),
         "on_battery": _on_battery(),
         "pcie_links": [asdict(link) for link in sysfs_links()],
     }
+
+
+def memory_limit(root: Path = Path("/")) -> MemoryLimit | None:
+    """The tightest of this process's control group and those above it; None: none, or not known.
+
+    A container's limit is such a one. root: where /proc and /sys are.
+    """
+    limits, left = [], []
+    for folder, (limit_file, use_file, reclaimable) in _memory_groups(root):
+        limit, use = _count(folder / limit_file), _count(folder / use_file)
+        if limit is None or limit >= NO_LIMIT:
+            continue
+        limits.append(limit)
+        if use is not None:
+            left.append(max(0, limit - use + _stat(folder / "memory.stat", reclaimable)))
+    return MemoryLimit(min(limits), min(left, default=None)) if limits else None
+
+
+def available_bytes(limit: MemoryLimit | None) -> int:
+    """Host memory that this process can still get: the machine's, within `limit`."""
+    free = int(psutil.virtual_memory().available)
+    if limit is None:
+        return free
+    return min(free, limit.limit_bytes if limit.available_bytes is None else limit.available_bytes)
+
+
+def _memory_groups(root: Path) -> Iterator[tuple[Path, tuple[str, str, str]]]:
+    """Folders that may limit memory, this process's own first, and the files of their version.
+
+    A container may be told its path on the machine and see only its own part of the tree, so that
+    folders on the way are not there; the mount itself then is the container's group.
+    """
+    for line in (content_of(root / "proc/self/cgroup") or "").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            files, mounts = CGROUP_V2, ("sys/fs/cgroup", "sys/fs/cgroup/unified")
+        elif "memory" in controllers.split(","):
+            files, mounts = CGROUP_V1, ("sys/fs/cgroup/memory",)
+        else:
+            continue
+        parts = [part for part in path.split("/") if part]
+        if ".." in parts:  # outside of what this namespace shows
+            continue
+        for mount in mounts:
+            for n in range(len(parts), -1, -1):
+                yield (root / mount).joinpath(*parts[:n]), files
+
+
+def _count(path: Path) -> int | None:
+    text = content_of(path) or ""
+    return int(text) if text.isdecimal() else None
+
+
+def _stat(path: Path, key: str) -> int:
+    """One line of memory.stat; 0 where it is not said, so that nothing is promised."""
+    for line in (content_of(path) or "").splitlines():
+        name, _, value = line.partition(" ")
+        if name == key and value.isdecimal():
+            return int(value)
+    return 0
 
 
 def package_versions(names: Iterable[str]) -> dict[str, str | None]:

@@ -8,9 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from typer.testing import CliRunner
 
+from kairox_sim import machine_facts
 from kairox_sim.cli import app
 from kairox_sim.doctor import (
     Bandwidth,
@@ -25,6 +27,7 @@ from kairox_sim.doctor import (
 )
 from kairox_sim.errors import KairoxError
 from kairox_sim.hardware import load_gpu
+from kairox_sim.machine_facts import MemoryLimit
 from kairox_sim.model import find_shape
 from kairox_sim.pcie import PcieLink, link_bytes_per_s, sysfs_links
 
@@ -215,25 +218,24 @@ def test_the_rate_of_a_gpu_by_its_name(name: str | None, gpu: str | None) -> Non
     assert stream_rate(name) == known
 
 
-def test_warnings(tmp_path: Path) -> None:
+def test_warnings() -> None:
     host: dict[str, Any] = {
-        "on_battery": True, "memory_bytes": 16 * 10**9, "load_1min": 7.5, "cpu": {"threads": 8},
+        "on_battery": True, "memory_bytes": 16 * 10**9, "memory_limit_bytes": 4 * 10**9,
+        "load_1min": 7.5, "cpu": {"threads": 8},
     }  # fmt: skip
     gpu = {"power_limit_w": 120.0, "power_w": 119.0, "power_default_w": 200.0}
-    group = tmp_path / "memory.max"
-    group.write_text("4000000000\n")
     narrow = PcieLink(3, 4, 4, 16, "test")
-    said = " | ".join(warnings_of(host, [gpu], [narrow], [group, tmp_path / "none"]))
+    said = " | ".join(warnings_of(host, [gpu], [narrow]))
     for words in (
         "4 of 16 PCIe lanes", "generation 3 of 4 now", "limited to 120 W, and 200 W is usual",
         "draws 119 W of the 120 W", "on battery", "may use 4.0 GB", "7.5 programs compute",
     ):  # fmt: skip
         assert words in said
-    host |= {"on_battery": None, "load_1min": 0.0}
     gpu |= {"power_limit_w": 200.0, "power_w": None}
-    group.write_text("max\n")
-    quiet = warnings_of(host, [gpu], [PcieLink(4, 16, 4, 16, "test")], [group])
-    assert [text for text in quiet if "swapped out" not in text] == []
+    for limit in (None, 16 * 10**9):
+        host |= {"on_battery": None, "load_1min": 0.0, "memory_limit_bytes": limit}
+        quiet = warnings_of(host, [gpu], [PcieLink(4, 16, 4, 16, "test")])
+        assert [text for text in quiet if "swapped out" not in text] == []
 
 
 def test_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,6 +246,36 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["gpus"] is None
     assert [row["seconds"] for row in found["limits"]] == [None] * 3
     assert any(row["resident_share"] is None for row in found["budgets"])
+    assert {"memory_limit_bytes", "memory_limit_available_bytes"} <= found["host"].keys()
     shown = CliRunner().invoke(app, ["doctor", "--no-measure", "--vram", "12GiB"])
     assert "needs" in shown.stdout
     assert "prosparse-7b" in shown.stdout
+
+
+@pytest.mark.parametrize(
+    ("limit", "row"),
+    [
+        (None, ("-",)),
+        (MemoryLimit(4 * 2**30, None), ("4.0 GiB, - of it left", "may use 4.3 GB")),
+        (MemoryLimit(4 * 2**30, 2**30), ("4.0 GiB, 1.0 GiB of it left", "may use 4.3 GB")),
+    ],
+)
+def test_the_limit_of_a_container_is_shown(
+    limit: MemoryLimit | None, row: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine_facts, "memory_limit", lambda: limit)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: _Memory)
+    shown = CliRunner().invoke(app, ["doctor", "--no-measure"]).stdout
+    (line,) = (line for line in shown.splitlines() if "memory limit" in line)
+    assert row[0] in line
+    assert all(words in shown for words in row)
+    assert ("may use" in shown) == (limit is not None)
+    told = CliRunner().invoke(app, ["doctor", "--no-measure", "--json"]).stdout
+    host = json.loads(told)["host"]
+    assert host["memory_limit_bytes"] == (None if limit is None else limit.limit_bytes)
+    assert host["memory_limit_available_bytes"] == (limit and limit.available_bytes)
+
+
+class _Memory:
+    total = 16 * 2**30
+    available = 9 * 2**30

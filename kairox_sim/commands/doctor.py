@@ -121,6 +121,7 @@ def _facts(found: Doctor) -> list[tuple[str, str]]:
         ("CPU features", _features(found.features)),
         ("memory", f"{host['memory_bytes'] / 2**30:.1f} GiB, "
                    f"{host['memory_available_bytes'] / 2**30:.1f} GiB available"),
+        ("memory limit", _memory_limit(host)),
     ]  # fmt: skip
     if found.bandwidth is not None:
         b = found.bandwidth
@@ -146,6 +147,15 @@ def _facts(found: Doctor) -> list[tuple[str, str]]:
     if found.gpus is None:
         rows.append(("GPU", "-"))
     return rows
+
+
+def _memory_limit(host: dict[str, Any]) -> str:
+    """Of a container or service; '-': none, or not known."""
+    limit, left = host["memory_limit_bytes"], host["memory_limit_available_bytes"]
+    if limit is None:
+        return "-"
+    free = "-" if left is None else f"{left / 2**30:.1f} GiB"
+    return f"{limit / 2**30:.1f} GiB, {free} of it left"
 
 
 def _features(features: dict[str, bool] | None) -> str:

@@ -374,6 +374,24 @@ def test_less_host_memory_than_the_model_needs(
     load_bundled(dirs["mistral"], fmt="bfloat16", cache_dir="off")
 
 
+def test_a_container_that_may_use_less(tmp_path: Path) -> None:
+    """The limit of its control group is what counts, and is named; a wider one is neither."""
+    group = tmp_path / "sys/fs/cgroup"
+    group.mkdir(parents=True)
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text("0::/\n")
+    (group / "memory.max").write_text("3000000000\n")
+    (group / "memory.current").write_text("2500000000\n")
+    (group / "memory.stat").write_text("anon 1\ninactive_file 400000000\n")
+    words = r"0\.9 GB are available of the 3\.0 GB that this container .* raise that limit"
+    with pytest.raises(KairoxError, match=words):
+        loading._require_memory(tmp_path, 900_000_001, tmp_path)
+    loading._require_memory(tmp_path, 900_000_000, tmp_path)
+    (group / "memory.max").write_text(f"{2**59}\n")
+    with pytest.raises(KairoxError, match=r"GB are available; .* end other programs"):
+        loading._require_memory(tmp_path, 2**59, tmp_path)
+
+
 def test_an_ffn_that_is_replaced_needs_no_weights(dirs: dict[str, Path]) -> None:
     """Left alone, it cannot be mistaken for one that computes."""
     loaded = load_bundled(dirs["llama"], cache_dir="off")
