@@ -188,13 +188,20 @@ class LateDevice(TorchDispatchMode):
     # -- torch's ops ----------------------------------------------------------------------------
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
+        # What is queued may be done in another mode, where inference tensors cannot be written.
+        with torch.inference_mode(False), torch.no_grad():
+            return self._op(func, args, dict(kwargs or {}))
+
+    def _op(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         given = [*args, *kwargs.values()]
         flat = [t for v in given for t in (v if isinstance(v, (list, tuple)) else (v,))]
         here = any(isinstance(t, Late) for t in flat)
         goes_to = kwargs.get("device")
         if not here and goes_to != PRETENDED:
             return func(*args, **kwargs)
+        if _is_made_of_others(func):
+            with self:
+                return func.decompose(*args, **kwargs)
         if func is ops._to_copy.default:
             return self._to_copy(args[0], **kwargs)
         if func is ops.copy_.default:
@@ -261,6 +268,12 @@ class LateDevice(TorchDispatchMode):
         self.finish(self.current.record())
 
 
+def _is_made_of_others(func: Any) -> bool:
+    """Ops that inference mode does not take apart before they come here."""
+    has: Any = torch._C._dispatch_has_kernel_for_dispatch_key
+    return bool(has(func.name(), "CompositeImplicitAutograd"))
+
+
 def _is_view(func: Any) -> bool:
     infos = [r.alias_info for r in func._schema.returns]
     return any(info is not None and not info.is_write for info in infos)
@@ -271,10 +284,20 @@ def _real(value: Any) -> Any:
 
 
 def _snapshot(value: Any) -> Any:
-    """Host tensors given to an op (0-dim ones, mostly) are read when it is launched."""
-    return tree_map(
-        lambda t: t.memory if isinstance(t, Late) else t.clone() if torch.is_tensor(t) else t, value
-    )
+    """Host tensors of no dimension are read when the op is launched; a card takes no others."""
+    return tree_map(_as_launched, value)
+
+
+def _as_launched(given: Any) -> Any:
+    if isinstance(given, Late):
+        return given.memory
+    if not torch.is_tensor(given):
+        return given
+    if given.device == PRETENDED:  # `torch.tensor([], device=...)` passes no mode
+        assert given.numel() == 0
+        return torch.empty(given.shape, dtype=given.dtype)
+    assert given.ndim == 0, f"host memory {tuple(given.shape)} given to an op of the device"
+    return given.clone()
 
 
 def _meta(value: Any) -> Any:
