@@ -4,6 +4,7 @@
 computed by other kernels there than on the CPU, so bits are compared between runs on the card.
 """
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,13 +18,19 @@ from kairox_exec import live, live_device
 from kairox_exec.cuda import CudaDevice
 from kairox_exec.generation import generate
 from kairox_exec.live import HostSide, device_for, start
+from kairox_exec.loading import load_bundled
 from kairox_exec.recording import record
+from kairox_exec.runner import run_bundles
 from kairox_exec.score import score
+from kairox_sim.cache import NeuronCache
+from kairox_sim.controllers import Fixed
 from kairox_sim.errors import KairoxError
+from kairox_sim.policies import POLICIES
 from kairox_sim.settings import Settings
 from kairox_sim.trace import read_trace
 from kairox_sim.trace_stats import counts
 from tests.exec.late import LateDevice
+from tests.exec.tiny_families import N_NEURONS, TINY, VOCAB, save_tiny
 
 MODEL = Path("experiments/models/tiny-reglu")
 PREDICTOR = Path("experiments/models/tiny-reglu-predictor.safetensors")
@@ -160,3 +167,25 @@ def test_cuda_says_what_is_missing(
 def test_promotion_is_a_cuda_devices() -> None:
     with pytest.raises(KairoxError, match="promotion 'staged'"):
         device_for(Settings(), MODEL, "cpu", host=HostSide(promotion="staged"))
+
+
+# Not Falcon: it indexes with a list, of which torch makes a tensor that no dispatch mode sees.
+@pytest.mark.parametrize("name", ["llama", "mistral-drelu", "opt", "nemotron", "swiglu"])
+def test_families(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str) -> None:
+    directory = save_tiny(name, tmp_path / name)
+    tokens = np.random.default_rng(3).integers(0, VOCAB, 10)
+    loaded = load_bundled(directory, numerics="deterministic", thresholds=TINY[name].thresholds)
+    found = []
+    for seed, slots in enumerate((N_NEURONS, 20)):
+        with card(monkeypatch, seed), device_for(Settings(), MODEL, "cuda") as device:
+            runner = run_bundles(
+                copy.deepcopy(loaded.model), loaded.config, loaded.family, loaded.bundles,
+                lambda n_layers, n: NeuronCache(
+                    n_layers, n, slots, POLICIES["lru"](n_layers, n), Fixed(0.3),
+                    warm=[np.arange(slots)] * n_layers, swap_neurons=7, trigger="attn_out",
+                ),
+                device, trigger="attn_out",
+            )  # fmt: skip
+            found.append([runner.logits.cpu() for _ in runner.run([tokens], prefill=6)])
+            runner.finish()
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
