@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 import sys
 import time
@@ -36,8 +37,13 @@ from kairox_sim.errors import KairoxError
 VERSION = 1  # of what is in an entry; a change of `encode` or `make_screen` needs the next
 SUFFIX = ".bundles.safetensors"
 _PART = ".part"
+_OURS = re.compile(
+    rf"((?P<entry>[a-z]+-\w+-[0-9a-f]{{24}}{re.escape(SUFFIX)})|[0-9a-f]{{24}}\.sha256\.json)"
+    rf"(?P<part>\.\w+{re.escape(_PART)})?"
+)
 _PART_S = 24 * 3600.0  # a part older than this was left by a killed writer
 _PAGE = 4096
+_LARGEST_HEADER = 100_000_000  # safetensors' own limit
 _AT_ONCE = 64 * 2**20  # bytes summed at once; whole pages
 _DTYPES = {
     "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I8": torch.int8,
@@ -66,12 +72,14 @@ class Key:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One file of the cache, for those who look at it."""
+    """One file of the cache, for those who look at it. Its numbers are checked when it is read."""
 
     path: Path
     n_bytes: int
+    modified_s: float  # since 1970
     model: str  # the name of the directory that it was made from; "" where it cannot be read
     key: Key | None
+    problem: str  # why no run will read it; "" where one will
 
 
 def default_folder() -> Path:
@@ -152,32 +160,68 @@ def write(folder: Path, key: Key, bundles: Sequence[NeuronBundles], model: str) 
 
 
 def entries(folder: Path) -> list[Entry]:
-    """What is kept, the largest first."""
+    """What is kept, and what became of it, the largest first."""
     found = []
-    for path in sorted(folder.glob(f"*{SUFFIX}")):
-        model, key = "", None
-        with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
-            said = _open(path)[1]
-            model, key = str(said["model"]), Key(**said["key"])
-        with suppress(FileNotFoundError):  # another process may clear
-            found.append(Entry(path, path.stat().st_size, model, key))
+    for path, name in _ours(folder):
+        if name["entry"]:
+            with suppress(FileNotFoundError):  # another process may clear
+                found.append(_entry(path, unfinished=name["part"] is not None))
     return sorted(found, key=lambda entry: (-entry.n_bytes, entry.path))
 
 
-def clear(folder: Path) -> int:
-    """Remove all that this module put there; returns the bytes. Runs that have mapped go on."""
+def clear(folder: Path, model: str | None = None) -> int:
+    """Remove all that this module put there; returns the bytes. Runs that have mapped go on.
+
+    model: the entries of this model only, by the name of its directory.
+    """
+    if model is None:
+        paths = [path for path, _ in _ours(folder)]
+    else:
+        paths = [entry.path for entry in entries(folder) if entry.model == model]
     n_bytes = 0
-    for pattern in (f"*{SUFFIX}", f"*{_PART}", "*.sha256.json"):
-        for path in sorted(folder.glob(pattern)):
+    for path in paths:
+        try:
             size = path.stat().st_size
-            try:
-                path.unlink()
-            except OSError as error:  # Windows: while a run has it mapped
-                raise KairoxError(
-                    f"cannot remove {path}: {error.strerror}; end its runs"
-                ) from error
-            n_bytes += size
+            path.unlink()
+        except FileNotFoundError:  # another process clears, too
+            continue
+        except OSError as error:  # Windows: while a run has it mapped
+            raise KairoxError(f"cannot remove {path}: {error.strerror}; end its runs") from error
+        n_bytes += size
     return n_bytes
+
+
+def _ours(folder: Path) -> Iterator[tuple[Path, re.Match[str]]]:
+    """What has a name that this module gives: the folder may hold others' files, too."""
+    for path in sorted(folder.iterdir()) if folder.is_dir() else []:
+        name = _OURS.fullmatch(path.name)
+        if name is not None:
+            yield path, name
+
+
+def _entry(path: Path, *, unfinished: bool) -> Entry:
+    status = path.stat()
+    model, key = "", None
+    try:
+        places, said, start = _open(path)
+        model, key = str(said["model"]), Key(**said["key"])
+        wanted = _size(places, start)
+    except FileNotFoundError:
+        raise
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        problem = f"unreadable: {error}"
+    else:
+        if key.version != VERSION:
+            problem = "of another version of this program"
+        elif key.file_name != path.name and not unfinished:
+            problem = "damaged: it is of something else than its name says"
+        elif status.st_size != wanted and not unfinished:
+            problem = f"damaged: it has {status.st_size} bytes instead of {wanted}"
+        else:
+            problem = ""
+    if unfinished:
+        problem = "unfinished: it is being written, or its run was killed"
+    return Entry(path, status.st_size, status.st_mtime, model, key, problem)
 
 
 # -- one file ---------------------------------------------------------------------------------
@@ -256,18 +300,22 @@ def _open(path: Path) -> tuple[dict[str, Any], dict[str, Any], int]:
     """The places of the tensors, what is said of them, and where the data begin."""
     with path.open("rb") as file:
         start = 8 + int.from_bytes(file.read(8), "little")
-        if start > path.stat().st_size:
-            raise ValueError("it is cut in its header")
+        if start > min(path.stat().st_size, _LARGEST_HEADER):
+            raise ValueError("it is cut in its header, or that is damaged")
         places = json.loads(file.read(start - 8))
     said = json.loads(places.pop("__metadata__")["kairox"])
     return places, said, start
+
+
+def _size(places: Mapping[str, Any], start: int) -> int:
+    return int(start + max(place["data_offsets"][1] for place in places.values()))
 
 
 def _map(path: Path, key: Key) -> dict[str, torch.Tensor]:
     places, said, start = _open(path)
     if said["key"] != asdict(key):
         raise ValueError("it is of something else than its name says")
-    size, wanted = path.stat().st_size, start + max(p["data_offsets"][1] for p in places.values())
+    size, wanted = path.stat().st_size, _size(places, start)
     if size != wanted:
         raise ValueError(f"it has {size} bytes instead of {wanted}")
     # A private mapping: pages are read when touched, and what is written stays in memory.
@@ -320,7 +368,7 @@ def _replace(path: Path, pieces: Iterable[Any]) -> None:
 
 
 def _remove_parts(folder: Path) -> None:
-    for part in folder.glob(f"*{_PART}"):
+    for path, name in _ours(folder):
         with suppress(OSError):
-            if time.time() - part.stat().st_mtime > _PART_S:
-                part.unlink()
+            if name["part"] and time.time() - path.stat().st_mtime > _PART_S:
+                path.unlink()

@@ -15,6 +15,7 @@ import typer
 from pydantic import ValidationError
 
 from kairox_sim.commands.best import best
+from kairox_sim.commands.bundles import bundles
 from kairox_sim.commands.calibrate import calibrate
 from kairox_sim.commands.catalogue import hardware, models
 from kairox_sim.commands.doctor import doctor
@@ -36,7 +37,7 @@ from kairox_sim.errors import KairoxError
 
 COMMANDS: tuple[Callable[..., Any], ...] = (
     record, info, workload, group, systems, policies, hardware, models, simulate, sweep, plot, best,
-    calibrate, generate, score, sparsify, train_predictor, validate, doctor,
+    calibrate, generate, score, sparsify, train_predictor, validate, doctor, bundles,
 )  # fmt: skip
 BAD_INPUT = 2  # exit code
 

@@ -89,17 +89,16 @@ def _memory_groups(root: Path) -> Iterator[tuple[Path, tuple[str, str, str]]]:
     for line in (content_of(root / "proc/self/cgroup") or "").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "":
-            files, mounts = CGROUP_V2, ("sys/fs/cgroup", "sys/fs/cgroup/unified")
+            mount, files = root / "sys/fs/cgroup", CGROUP_V2
         elif "memory" in controllers.split(","):
-            files, mounts = CGROUP_V1, ("sys/fs/cgroup/memory",)
+            mount, files = root / "sys/fs/cgroup/memory", CGROUP_V1
         else:
             continue
         parts = [part for part in path.split("/") if part]
         if ".." in parts:  # outside of what this namespace shows
             continue
-        for mount in mounts:
-            for n in range(len(parts), -1, -1):
-                yield (root / mount).joinpath(*parts[:n]), files
+        for n in range(len(parts), -1, -1):
+            yield mount.joinpath(*parts[:n]), files
 
 
 def _count(path: Path) -> int | None:
