@@ -10,6 +10,7 @@ compute runs the model, critical carries the host's inputs and partial sums, pro
   promotion a slot           its new bundle        compute, whose last reader of it is launched
   compute   reads a slot                           its copy: landed is when its event is done
   the CPU   a pinned buffer  anything              the copy that read it last (see Ring)
+  promotion a pinned buffer  read by its copy      the thread that gathers into it (see Flights)
 
 Ops of the GPU are timed by events and resolved when the step has ended, on the host's clock.
 Thinking goes on beside what the GPU has been given; where the GPU runs dry meanwhile, that is
@@ -20,11 +21,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 import numpy as np
@@ -32,20 +31,19 @@ import torch
 from numpy.typing import NDArray
 
 from kairox_exec.device import HandOver
-from kairox_exec.flights import Flights, Timed
+from kairox_exec.flights import Flight, Flights, Timed
 from kairox_exec.host_pool import HostPool
-from kairox_exec.lanes import STUCK_AFTER_S, stuck
+from kairox_exec.lanes import STUCK_AFTER_S, Job, stuck
 from kairox_exec.oplog import Op, Size, gaps
 from kairox_exec.pinning import Held, Ring
-from kairox_exec.streams import Event, Streams, TorchStreams
+from kairox_exec.promote import fill_slots
+from kairox_exec.streams import POLL_S, Event, Streams, TorchStreams, enough_memory
 from kairox_sim.errors import KairoxError
 
 if TYPE_CHECKING:
     from kairox_sim.costs import CostModel
     from kairox_sim.events import Swap
     from kairox_sim.hardware import HardwareProfile
-
-FILL_ROWS = 4096  # rows at a time before the run
 
 
 @dataclass(slots=True, eq=False)
@@ -101,17 +99,13 @@ class CudaDevice:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
         """Pages stay locked where the device may still be reading them: it is stuck."""
-        self._host.close(None if self._gave_up else self._stuck_after_s)
+        for threads in (self._host, self._flights):
+            threads.close(None if self._gave_up else self._stuck_after_s)
         if not self._gave_up:
             for stream in (self._streams.promotion, self._streams.critical):
                 self._await(stream.record(), "close", "what was queued", "h2d")
@@ -150,7 +144,7 @@ class CudaDevice:
         return held
 
     def put(self, tensor: torch.Tensor) -> torch.Tensor:
-        with self._enough_memory(tensor.numel() * tensor.element_size()):
+        with enough_memory(self._streams, tensor.numel() * tensor.element_size()):
             return tensor.to(self._streams.device, copy=True).contiguous()
 
     def send(self, ids: NDArray[np.int32]) -> torch.Tensor:
@@ -160,7 +154,7 @@ class CudaDevice:
     def new_slots(
         self, n_slots: int, n_rows: int, width: int, dtype: torch.dtype = torch.float32
     ) -> torch.Tensor:
-        with self._enough_memory(n_slots * n_rows * width * dtype.itemsize):
+        with enough_memory(self._streams, n_slots * n_rows * width * dtype.itemsize):
             slots = torch.empty((n_slots, n_rows, width), dtype=dtype, device=self._streams.device)
         slots.view(torch.uint8).fill_(0xFF)
         return slots
@@ -172,10 +166,7 @@ class CudaDevice:
         slots: torch.Tensor,
         places: NDArray[np.int32],
     ) -> None:
-        for at in range(0, ids.size, FILL_ROWS):
-            here = slice(at, at + FILL_ROWS)
-            to = torch.from_numpy(places[here]).long().to(slots.device)
-            slots.index_copy_(0, to, rows[torch.from_numpy(ids[here])].to(slots.device))
+        fill_slots(rows, ids, slots, places)
 
     # -- the gpu lane ---------------------------------------------------------------------------
 
@@ -208,6 +199,7 @@ class CudaDevice:
 
     def begin(self) -> int:
         """A handle for `end`: its time is known after the step."""
+        self._flights.go_on()
         self._n_begun += 1
         self._begun = {self._n_begun: self._streams.compute.record()}
         return self._n_begun
@@ -270,10 +262,7 @@ class CudaDevice:
     def join(self, handed: HandOver) -> torch.Tensor:
         layer, jobs, streams = handed.layer, handed.jobs, self._streams
         for i, job in enumerate(jobs):
-            if not job.done.wait(self._stuck_after_s):
-                self._gave_up = True
-                part = f"part {i} of the residual neurons of layer {layer}"
-                raise stuck("the model", part, "cpu", self._stuck_after_s)
+            self._await_job(job, f"part {i} of the residual neurons of layer {layer}")
         self._host.raise_error()
         given = self._given.pop(id(handed))
         ended_ns = max(job.t1_ns for job in jobs)
@@ -312,8 +301,9 @@ class CudaDevice:
     ) -> None:
         if at_once:
             for flight in self._flights.start(swaps, rows, slots):
-                self._await(flight.after, "the model", flight.named, "h2d")
-                self._streams.compute.wait(flight.after)
+                copied = self._queued(flight)
+                self._await(copied, "the model", flight.named, "h2d")
+                self._streams.compute.wait(copied)
             return
         self._flights.plan(swaps, rows, slots)
         self._start_planned()
@@ -337,15 +327,16 @@ class CudaDevice:
             return
         compute, last = self._streams.compute, waited[-1]
         before = compute.record()
-        compute.wait(last.after)
+        copied = self._queued(last)
+        compute.wait(copied)
         idle = Op("idle", "io", last.layer, 0, 0, Size())
         self._timed.append(Timed(idle, before, compute.record()))
         # The thread waits as well: nothing is launched meanwhile, and who is stuck can be told.
         what = f"swaps {sorted(wanted)}, layer {last.layer}"
-        self._await(last.after, "the model", what, "h2d")
+        self._await(copied, "the model", what, "h2d")
 
     def drop_copies(self) -> None:
-        self._flights.drop_planned()
+        self._flights.drop()
         swap_ids = [swap_id for flight in self._flights.flying for swap_id in flight.swap_ids]
         done = self._streams.promotion.record()
         self._await(done, "the end of the run", f"swaps {swap_ids}", "h2d")
@@ -366,9 +357,27 @@ class CudaDevice:
             self._streams.critical.wait(self._streams.compute.record())
         return self._sums[:n_bytes].view(dtype).view(shape)
 
+    def _queued(self, flight: Flight) -> Event:
+        """Wait until its rows are gathered and its copy is queued: the copy's event."""
+        if flight.gathering is not None:
+            self._await_job(flight.gathering, f"the gather of {flight.named}")
+        self._flights.go_on()
+        assert flight.after is not None, "gathers end in issue order"
+        return flight.after
+
+    def _await_job(self, job: Job, what: str) -> None:
+        """For a host thread's work; copies are queued meanwhile."""
+        until_s = time.monotonic() + self._stuck_after_s
+        while not job.done.wait(POLL_S if self._flights.is_gathering else self._stuck_after_s):
+            self._flights.go_on()
+            if time.monotonic() > until_s:
+                self._gave_up = True
+                raise stuck("the model", what, "cpu", self._stuck_after_s)
+
     def _await(self, event: Event, who: str, what: str, lane: str) -> None:
         until_s = time.monotonic() + self._stuck_after_s
         while not event.query():
+            self._flights.go_on()
             if time.monotonic() > until_s:
                 self._gave_up = True
                 raise stuck(who, what, lane, self._stuck_after_s)
@@ -382,19 +391,6 @@ class CudaDevice:
     def _log(self, op: Op) -> None:
         self.ops.append(op)
         self.n_ops += 1
-
-    @contextmanager
-    def _enough_memory(self, n_bytes: int) -> Iterator[None]:
-        try:
-            yield
-        except torch.OutOfMemoryError as error:
-            free = self._streams.free_bytes()
-            has = "an unknown number of" if free is None else f"{free:,}"
-            raise KairoxError(
-                f"the device has {has} bytes free and {n_bytes:,} more were asked for; give fewer "
-                "--slots or a smaller --vram, a smaller row format (--weights), or end what else "
-                "uses the device"
-            ) from error
 
 
 def _copy(to: torch.Tensor, source: torch.Tensor) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from importlib.util import find_spec
 
 import numpy as np
@@ -27,47 +28,76 @@ WAYS = ("uva_gather", "staged", "per_row")
 N_PROGRAMS = 16
 TRIED_ROWS = 128  # of the start-up measurement, about what a few plans ask for
 TRIES = 3
-
-Promote = Callable[[torch.Tensor, NDArray[np.int32], torch.Tensor, NDArray[np.int32]], None]
-"""slots[places] = rows[ids], queued on the promotion stream: (rows, ids, slots, places)"""
+FILL_ROWS = 4096  # rows at a time before the run
 
 
-def promote_with(way: str, streams: Streams, ring: Ring) -> Promote:
+@dataclass(frozen=True, slots=True)
+class Promotion:
+    """slots[places] = rows[ids], to be made: `gather` if there is one, to its end, then `queue`.
+
+    gather: reads and writes host memory only, on whatever thread. queue: launches the copy on the
+    promotion stream, on the thread that runs the model, and returns.
+    """
+
+    gather: Callable[[], None] | None
+    queue: Callable[[], None]
+
+    def now(self) -> None:
+        """Both, on this thread."""
+        if self.gather is not None:
+            self.gather()
+        self.queue()
+
+
+Promote = Callable[[torch.Tensor, NDArray[np.int32], torch.Tensor, NDArray[np.int32]], Promotion]
+"""(rows in host memory, ids, slots, places) -> slots[places] = rows[ids], to be made"""
+
+
+def promote_with(
+    way: str, streams: Streams, ring: Ring, *, n_programs: int = N_PROGRAMS
+) -> Promote:
+    """KairoxError for a way that there is not. n_programs: of uva_gather."""
     stream = streams.promotion
 
     def staged(
         rows: torch.Tensor, ids: NDArray[np.int32], slots: torch.Tensor, places: NDArray[np.int32]
-    ) -> None:
+    ) -> Promotion:
         words = as_words(rows)
         into = slots.view(len(slots), -1).view(words.dtype)
         staging, gathered = ring.take((ids.size, words.shape[1]), words.dtype)
         listed, where = ring.take((ids.size,), torch.int64)
-        torch.index_select(words, 0, torch.from_numpy(ids), out=gathered)
         where.copy_(torch.from_numpy(places))
+        index = torch.from_numpy(ids)
+
+        def gather() -> None:
+            torch.index_select(words, 0, index, out=gathered)
 
         def work() -> None:
             to = where.to(slots.device, non_blocking=True)
             into.index_copy_(0, to, gathered.to(slots.device, non_blocking=True))
 
-        stream.run(work)
-        done = stream.record()
-        ring.give(staging, done)
-        ring.give(listed, done)
+        def queue() -> None:
+            stream.run(work)
+            done = stream.record()
+            ring.give(staging, done)
+            ring.give(listed, done)
+
+        return Promotion(gather, queue)
 
     def per_row(
         rows: torch.Tensor, ids: NDArray[np.int32], slots: torch.Tensor, places: NDArray[np.int32]
-    ) -> None:
+    ) -> Promotion:
         def work() -> None:
             for first, last in runs(ids, places):
                 source = rows[int(ids[first]) : int(ids[last]) + 1]
                 target = slots[int(places[first]) : int(places[last]) + 1]
                 target.copy_(source, non_blocking=True)
 
-        stream.run(work)
+        return Promotion(None, lambda: stream.run(work))
 
     def uva_gather(
         rows: torch.Tensor, ids: NDArray[np.int32], slots: torch.Tensor, places: NDArray[np.int32]
-    ) -> None:
+    ) -> Promotion:
         from kairox_exec.kernels.triton_cuda import gather_rows
 
         words = as_words(rows)
@@ -77,10 +107,13 @@ def promote_with(way: str, streams: Streams, ring: Ring) -> Promote:
 
         def work() -> None:
             there = both.to(slots.device, non_blocking=True)
-            gather_rows(words, there[0], into, there[1], N_PROGRAMS)
+            gather_rows(words, there[0], into, there[1], n_programs)
 
-        stream.run(work)
-        ring.give(listed, stream.record())
+        def queue() -> None:
+            stream.run(work)
+            ring.give(listed, stream.record())
+
+        return Promotion(None, queue)
 
     ways: dict[str, Promote] = {"uva_gather": uva_gather, "staged": staged, "per_row": per_row}
     if way not in ways:
@@ -115,11 +148,21 @@ def choose_promotion(
         promote, took = promote_with(way, streams, ring), []
         for _ in range(TRIES + 1):  # the first compiles kernels and allocates buffers
             began_s = time.perf_counter()
-            promote(rows, ids, slots, places)
+            promote(rows, ids, slots, places).now()
             streams.promotion.record().synchronize()
             took.append(time.perf_counter() - began_s)
         rates[way] = n_bytes / max(min(took[1:]), 1e-9)
     return max(rates, key=lambda way: rates[way]), rates
+
+
+def fill_slots(
+    rows: torch.Tensor, ids: NDArray[np.int32], slots: torch.Tensor, places: NDArray[np.int32]
+) -> None:
+    """slots[places] = rows[ids] before the run, on the current stream."""
+    for at in range(0, ids.size, FILL_ROWS):
+        here = slice(at, at + FILL_ROWS)
+        to = torch.from_numpy(places[here]).long().to(slots.device)
+        slots.index_copy_(0, to, rows[torch.from_numpy(ids[here])].to(slots.device))
 
 
 def as_words(rows: torch.Tensor) -> torch.Tensor:

@@ -7,12 +7,14 @@ and the other waits for (CUDA C++ Programming Guide, 3.2.8 Asynchronous Concurre
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
 
 from kairox_exec.oplog import NS
+from kairox_sim.errors import KairoxError
 
 POLL_S = 20e-6  # between two looks at an event, while a thread waits for it with a time limit
 
@@ -126,3 +128,18 @@ class TorchStreams:
     def free_bytes(self) -> int | None:
         free, _ = torch.cuda.mem_get_info(self.device)
         return int(free)
+
+
+@contextmanager
+def enough_memory(streams: Streams, n_bytes: int) -> Iterator[None]:
+    """KairoxError, with what is free, where the device has no memory for what is made inside."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        free = streams.free_bytes()
+        has = "an unknown number of" if free is None else f"{free:,}"
+        raise KairoxError(
+            f"the device has {has} bytes free and {n_bytes:,} more were asked for; give fewer "
+            "--slots or a smaller --vram, a smaller row format (--weights), or end what else "
+            "uses the device"
+        ) from error

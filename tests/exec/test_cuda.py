@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from kairox_exec import flights
 from kairox_exec.cuda import CudaDevice
 from kairox_exec.emulated import EmulatedDevice
 from kairox_exec.ffn import HybridFFN, LivePipeline
@@ -28,6 +29,7 @@ from kairox_sim.errors import KairoxError
 from kairox_sim.events import Swap
 from kairox_sim.policies import POLICIES
 from tests.exec.late import LateDevice
+from tests.exec.late_worker import LateWorker
 
 ONE = Size(neurons=1, n_tokens=1)
 N_LAYERS, N_NEURONS, D_MODEL = 2, 200, 8
@@ -81,14 +83,16 @@ def _hybrid(
     threads: int = 1,
     happened: Counter[str] | None = None,
     stall: bool = False,
+    gathers: float | None = None,
 ) -> list[torch.Tensor]:
+    """gathers: how eager the thread is that gathers; None: a real one."""
     cache = NeuronCache(
         N_LAYERS, N_NEURONS, slots, POLICIES[policy](N_LAYERS, N_NEURONS), Fixed(0.3),
         warm=[np.arange(slots // 2)] * N_LAYERS, swap_neurons=7, trigger=trigger,
     )  # fmt: skip
     rng, found = np.random.default_rng(slots), []
     # The device is closed inside: it waits for what it has queued.
-    with late, torch.no_grad(), CudaDevice(
+    with late, torch.no_grad(), _gathering(gathers), CudaDevice(
         HostPool(threads), streams=late, promotion=promotion, stuck_after_s=5
     ) as device:  # fmt: skip
         pipeline = LivePipeline(
@@ -121,6 +125,14 @@ def _hybrid(
     return found
 
 
+@contextmanager
+def _gathering(eager: float | None) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() if eager is not None else nullcontext() as patch:
+        if patch is not None and eager is not None:
+            patch.setattr(flights, "Worker", lambda name: LateWorker(eager))
+        yield
+
+
 def _is_right(found: list[torch.Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(found, RESIDENT, strict=True))
 
@@ -137,10 +149,11 @@ def test_hybrid_is_the_resident_ffn_in_any_order() -> None:
         promotion=st.sampled_from(["staged", "per_row", "auto"]),
         threads=st.sampled_from([1, 2]),
         stall=st.booleans(),
+        gathers=st.sampled_from([None, 0.01, 0.1, 0.9]),
     )
     @example(
         seed=0, policy="lru", trigger="attn_out", slots=60, promotion="staged", threads=1,
-        stall=False,
+        stall=False, gathers=0.2,
     )  # fmt: skip
     def same_bits(seed: int, **how: Any) -> None:
         assert _is_right(_hybrid(LateDevice(seed), happened=happened, **how))
@@ -181,6 +194,13 @@ def test_without_reading_first_a_plan_overwrites_what_its_layer_reads(
 ) -> None:
     monkeypatch.setattr(CudaDevice, "reading", lambda self: None)
     assert _corrupts("", policy="tam_paper", promotion="per_row")
+
+
+def test_without_waiting_for_a_gather_rows_are_copied_that_are_not_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(flights.Flight, "is_gathered", property(lambda self: True))
+    assert _corrupts("", gathers=0.2)
 
 
 def test_the_emulated_machine_gives_the_same_bits() -> None:
