@@ -30,7 +30,7 @@ from kairox_sim.settings import Settings
 from kairox_sim.trace import read_trace
 from kairox_sim.trace_stats import counts
 from tests.exec.late import LateDevice
-from tests.exec.tiny_families import N_NEURONS, TINY, VOCAB, save_tiny
+from tests.exec.tiny_families import N_LAYERS, N_NEURONS, TINY, VOCAB, save_tiny
 
 MODEL = Path("experiments/models/tiny-reglu")
 PREDICTOR = Path("experiments/models/tiny-reglu-predictor.safetensors")
@@ -177,14 +177,14 @@ def test_families(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str) ->
     loaded = load_bundled(directory, numerics="deterministic", thresholds=TINY[name].thresholds)
     found = []
     for seed, slots in enumerate((N_NEURONS, 20)):
+        cache = NeuronCache(
+            N_LAYERS, N_NEURONS, slots, POLICIES["lru"](N_LAYERS, N_NEURONS), Fixed(0.3),
+            warm=[np.arange(slots)] * N_LAYERS, swap_neurons=7, trigger="attn_out",
+        )  # fmt: skip
         with card(monkeypatch, seed), device_for(Settings(), MODEL, "cuda") as device:
             runner = run_bundles(
                 copy.deepcopy(loaded.model), loaded.config, loaded.family, loaded.bundles,
-                lambda n_layers, n: NeuronCache(
-                    n_layers, n, slots, POLICIES["lru"](n_layers, n), Fixed(0.3),
-                    warm=[np.arange(slots)] * n_layers, swap_neurons=7, trigger="attn_out",
-                ),
-                device, trigger="attn_out",
+                lambda *_, given=cache: given, device, trigger="attn_out",
             )  # fmt: skip
             found.append([runner.logits.cpu() for _ in runner.run([tokens], prefill=6)])
             runner.finish()
