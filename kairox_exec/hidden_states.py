@@ -176,7 +176,32 @@ def read_hidden_states(path: str | Path) -> HiddenStates:
             rows = states[(layer == key[0]) & (at == key[1])]
             found.setdefault(key, []).append(rows)
         n_tokens += int(((layer == 0) & (at == AFTER_ATTENTION)).sum())
-    return HiddenStates(header, {k: np.concatenate(v) for k, v in found.items()}, n_tokens)
+    hidden = HiddenStates(header, {k: np.concatenate(v) for k, v in found.items()}, n_tokens)
+    _require_whole(hidden, file)
+    return hidden
+
+
+def _require_whole(hidden: HiddenStates, file: Path) -> None:
+    """Finite states, of every layer that a predictor is fed from, all of as many tokens."""
+    if not hidden.n_tokens:
+        raise KairoxError(f"{str(file)!r} holds no whole step of hidden states; record again")
+    for layer in range(hidden.header.n_layers):
+        try:
+            states = hidden.fed_to(layer)
+        except KeyError:
+            states = np.zeros((0, 0), np.float16)
+        if len(states) != hidden.n_tokens:
+            raise KairoxError(
+                f"{str(file)!r} is damaged: {len(states)} states of {hidden.n_tokens} tokens for "
+                f"layer {layer}; record again"
+            )
+        wrong = np.flatnonzero(~np.isfinite(states).all(axis=1))
+        if wrong.size:
+            raise KairoxError(
+                f"{str(file)!r}: NaN in the states fed to layer {layer}, first of token "
+                f"{wrong[0]}, {wrong.size} tokens in all: the model's weights or its run were "
+                "broken; nothing can be learnt from it"
+            )
 
 
 def _whole_batches(reader: Any) -> Iterator[Any]:
@@ -195,8 +220,14 @@ def _header(metadata: dict[bytes, bytes] | None, file: Path) -> StatesHeader:
         raise KairoxError(
             f"{str(file)!r} holds no hidden states; `kairox record --hidden FILE` writes them"
         )
-    content = json.loads(text)
-    if content.pop("format") != FORMAT:
-        raise KairoxError(f"{str(file)!r} is of another version of kairox; record it again")
-    sequences = tuple(SequenceInfo(**one) for one in content.pop("sequences"))
-    return StatesHeader(**content, sequences=sequences)
+    try:
+        content = json.loads(text)
+        version = content.pop("format")
+        if version == FORMAT:
+            sequences = tuple(SequenceInfo(**one) for one in content.pop("sequences"))
+            return StatesHeader(**content, sequences=sequences)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise KairoxError(
+            f"{str(file)!r}: the header of the hidden states is damaged ({error!r}); record again"
+        ) from error
+    raise KairoxError(f"{str(file)!r} is of another version of kairox; record it again")

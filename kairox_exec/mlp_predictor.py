@@ -34,10 +34,15 @@ class PredictorInfo:
     model_sha256: str
     trigger: str  # when it is asked: attn_out or attn_in
     rank: int
-    recall_target: float
+    recall_target: float | tuple[float, ...]  # of every layer, or of each
     thresholds: tuple[float, ...]  # per layer, of the output before any sigmoid
     # (text's sha256, first token, token after the last) of every sequence that it was trained on
     seen: tuple[tuple[str, int, int], ...]
+
+    def target_of(self, layer: int) -> float:
+        """The recall that the layer's threshold was chosen for."""
+        target = self.recall_target
+        return target[layer] if isinstance(target, tuple) else target
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,8 +117,14 @@ class MlpPredictor:
         about = json.dumps({"format": FORMAT, **asdict(self.info)})
         target = Path(path)
         beside = target.with_name(target.name + ".writing")
-        save_file({k: t.contiguous() for k, t in tensors.items()}, beside, metadata={_KEY: about})
-        beside.replace(target)
+        try:
+            save_file(
+                {k: t.contiguous() for k, t in tensors.items()}, beside, metadata={_KEY: about}
+            )
+            beside.replace(target)
+        except BaseException:
+            beside.unlink(missing_ok=True)
+            raise
         return target
 
 
@@ -164,11 +175,20 @@ def _info(metadata: dict[str, str] | None, file: Path) -> PredictorInfo:
             f"{str(file)!r} is no predictor: `kairox train-predictor` writes them, with what they "
             "were trained on"
         )
-    content = json.loads(text)
-    if content.pop("format") != FORMAT:
-        raise KairoxError(f"{str(file)!r} is of another version of kairox; train it again")
-    seen = tuple((str(s), int(a), int(b)) for s, a, b in content.pop("seen"))
-    return PredictorInfo(**content | {"thresholds": tuple(content["thresholds"])}, seen=seen)
+    try:
+        content = json.loads(text)
+        version = content.pop("format")
+        if version == FORMAT:
+            seen = tuple((str(s), int(a), int(b)) for s, a, b in content.pop("seen"))
+            thresholds, target = tuple(content.pop("thresholds")), content.pop("recall_target")
+            target = tuple(target) if isinstance(target, list) else float(target)
+            return PredictorInfo(**content, recall_target=target, thresholds=thresholds, seen=seen)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise KairoxError(
+            f"{str(file)!r}: what the predictor says of itself is damaged ({error!r}); train it "
+            "again"
+        ) from error
+    raise KairoxError(f"{str(file)!r} is of another version of kairox; train it again")
 
 
 def _net(opened: Any, layer: int) -> LayerNet:

@@ -1,4 +1,4 @@
-"""Training the adjacent-layer predictor on recorded hidden states, and how good it is elsewhere.
+"""Training the adjacent-layer predictor on recorded hidden states.
 
 Binary cross-entropy over a layer's neurons, active ones weighted up by how rare they are; then the
 layer's threshold is the highest that reaches the recall on tokens that were kept apart.
@@ -6,11 +6,7 @@ layer's threshold is the highest that reaches the recall on tokens that were kep
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from statistics import median
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -23,7 +19,8 @@ from kairox_exec.mlp_predictor import LayerNet, MlpPredictor, PredictorInfo, nor
 from kairox_sim.errors import KairoxError
 from kairox_sim.trace import Trace
 
-APART = 0.2  # of the training tokens, the last ones: thresholds are chosen on them
+APART = 0.2  # of each text's tokens, the last ones: thresholds are chosen on them
+LEAST = 64  # tokens to train on
 BATCH = 256  # tokens
 LEARNING_RATE = 2e-3
 LARGEST_WEIGHT = 10.0  # of an active neuron in the loss
@@ -32,114 +29,84 @@ Progress = Callable[[str, int, int], None]
 """(what, done, of how many)"""
 
 
-@dataclass(frozen=True, slots=True)
-class LayerQuality:
-    """Of one layer on tokens that were not trained on; nan where nothing was active."""
-
-    layer: int
-    recall: float
-    precision: float
-    density: float  # active neurons over all
-    predicted_share: float
-    flops_per_token: int
-    n_bytes: int  # read for a prediction, in float16
-    seconds: float  # measured: a prediction for one token on this machine's CPU, median
-
-
 def train(
     trace: Trace,
     hidden: HiddenStates,
     *,
     rank: int | None = None,
-    recall: float = 0.95,
+    recall: float | Sequence[float] = 0.95,
     epochs: int = 12,
     seed: int = 0,
     progress: Progress | None = None,
 ) -> MlpPredictor:
     """A predictor for the model that `trace` and its `hidden` states are of.
 
-    rank: a quarter of d_model by default, 32 at least. recall: of each layer's active neurons, on
-    the last fifth of the tokens, which train nothing else.
+    rank: a quarter of d_model by default, 32 at least. recall: of each layer's active neurons, one
+    target for all or one a layer, on the last fifth of every text, which trains nothing else.
+    progress is told of every epoch of every layer.
     """
-    _require_pair(trace, hidden)
-    if not 0 < recall < 1:
-        raise KairoxError(f"recall {recall}; it must be between 0 and 1, such as 0.95")
-    width = rank or max(32, trace.header.d_model // 4)
+    require_pair(trace, hidden)
+    header = trace.header
+    n_layers = header.n_layers
+    targets = [recall] * n_layers if isinstance(recall, int | float) else list(recall)
+    if len(targets) != n_layers or not all(0 < target < 1 for target in targets):
+        raise KairoxError(
+            f"recall {', '.join(f'{t:g}' for t in targets)}; it must be between 0 and 1, such as "
+            f"0.95: one for all layers, or one for each of the {n_layers}"
+        )
+    width = max(32, header.d_model // 4) if rank is None else rank
     if width < 1 or epochs < 1:
         raise KairoxError(f"rank {width}, epochs {epochs}: both must be 1 or more")
-    n_train = trace.n_tokens - int(APART * trace.n_tokens)
-    if n_train < BATCH // 4 or n_train == trace.n_tokens:
+    apart = _apart(trace)
+    if (~apart).sum() < LEAST or not apart.any():
         raise KairoxError(
-            f"{trace.n_tokens} tokens are too few to train on and choose thresholds; record more"
+            f"{trace.n_tokens} tokens are too few: at least {LEAST} to train on, and a fifth more "
+            "of each text to choose thresholds; record more"
         )
+    learnt, chosen = torch.from_numpy(~apart), torch.from_numpy(apart)
     generator = torch.Generator().manual_seed(seed)
     nets, thresholds = [], []
-    for layer in range(trace.header.n_layers):
-        if progress is not None:
-            progress(f"layer {layer}", layer, trace.header.n_layers)
+    for layer in range(n_layers):
+
+        def tell(epoch: int, layer: int = layer) -> None:
+            if progress is not None:
+                progress(f"training layer {layer}", layer * epochs + epoch, n_layers * epochs)
+
         x = normalised(torch.from_numpy(hidden.fed_to(layer).copy()))
-        y = torch.from_numpy(_active(trace, layer))
-        net = _fit(x[:n_train], y[:n_train], width, epochs, generator)
+        y = torch.from_numpy(active_of(trace, layer))
+        net = _fit(x[learnt], y[learnt], width, epochs, generator, tell)
         nets.append(net)
-        thresholds.append(_threshold(net, x[n_train:], y[n_train:], recall))
-    header = trace.header
+        thresholds.append(_threshold(net, x[chosen], y[chosen], targets[layer]))
     info = PredictorInfo(
         model=header.model,
         model_sha256=header.model_sha256,
         trigger=hidden.header.trigger,
         rank=width,
-        recall_target=recall,
+        recall_target=targets[0] if len(set(targets)) == 1 else tuple(targets),
         thresholds=tuple(thresholds),
         seen=tuple((s.source_sha256, s.token_start, s.token_stop) for s in header.sequences),
     )
     return MlpPredictor(info, tuple(nets))
 
 
-def evaluate(predictor: MlpPredictor, trace: Trace, hidden: HiddenStates) -> list[LayerQuality]:
-    """Recall, precision, cost of each layer. KairoxError where it was trained on these tokens."""
-    _require_pair(trace, hidden)
-    for text, start, stop in predictor.info.seen:
-        for info in trace.header.sequences:
-            if info.source_sha256 == text and start < info.token_stop and info.token_start < stop:
-                raise KairoxError(
-                    f"{info.source} tokens {info.token_start} to {info.token_stop} were trained on "
-                    f"(tokens {start} to {stop}); judge the predictor on other ones"
-                )
-    return [_quality(predictor, trace, hidden, i) for i in range(trace.header.n_layers)]
-
-
-def as_rows(qualities: list[LayerQuality]) -> list[dict[str, Any]]:
-    """For a table or JSON."""
-    return [asdict(row) for row in qualities]
-
-
-def _quality(
-    predictor: MlpPredictor, trace: Trace, hidden: HiddenStates, layer: int
-) -> LayerQuality:
-    states = torch.from_numpy(hidden.fed_to(layer).copy())
-    predicted = predictor.predict(layer, states).numpy()
-    active = _active(trace, layer)
-    both, n_active, n_predicted = (predicted & active).sum(), active.sum(), predicted.sum()
-    net = predictor.nets[layer]
-    seconds = []
-    for state in states[:20]:
-        began_s = time.perf_counter()
-        predictor.predict(layer, state)
-        seconds.append(time.perf_counter() - began_s)
-    return LayerQuality(
-        layer=layer,
-        recall=float(both / n_active) if n_active else float("nan"),
-        precision=float(both / n_predicted) if n_predicted else float("nan"),
-        density=float(active.mean()),
-        predicted_share=float(predicted.mean()),
-        flops_per_token=2 * (net.down.numel() + net.up.numel()),
-        n_bytes=predictor.n_bytes,
-        seconds=median(seconds),
-    )
+def _apart(trace: Trace) -> NDArray[np.bool_]:
+    """bool [n_tokens]: the last fifth of each text, so that every text chooses thresholds."""
+    texts = {info.seq: info.source_sha256 for info in trace.header.sequences}
+    of_token = np.array([texts[seq] for seq in trace.seq[trace.layer == 0].tolist()])
+    apart = np.zeros(len(of_token), bool)
+    for text in dict.fromkeys(texts.values()):
+        tokens = np.flatnonzero(of_token == text)
+        apart[tokens[len(tokens) - int(APART * len(tokens)) :]] = True
+    return apart
 
 
 def _fit(
-    x: torch.Tensor, y: torch.Tensor, rank: int, epochs: int, generator: torch.Generator
+    x: torch.Tensor,
+    y: torch.Tensor,
+    rank: int,
+    epochs: int,
+    generator: torch.Generator,
+    tell: Callable[[int], None],
 ) -> LayerNet:
     n, d = x.shape
     n_neurons = y.shape[1]
@@ -152,7 +119,8 @@ def _fit(
     steps = epochs * -(-n // BATCH)
     optimiser = torch.optim.AdamW(parameters, lr=LEARNING_RATE, weight_decay=1e-3)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, 4 * LEARNING_RATE, total_steps=steps)
-    for _ in range(epochs):
+    for epoch in range(epochs):
+        tell(epoch)
         order = torch.randperm(n, generator=generator)
         for part in torch.split(order, BATCH):
             logits = _outputs(net, x[part])
@@ -184,14 +152,15 @@ def _threshold(net: LayerNet, x: torch.Tensor, y: torch.Tensor, recall: float) -
     return float(np.nextafter(np.float32(of_active[at].item()), np.float32(-np.inf)))
 
 
-def _active(trace: Trace, layer: int) -> NDArray[np.bool_]:
-    """bool [n_tokens, n_neurons]"""
+def active_of(trace: Trace, layer: int) -> NDArray[np.bool_]:
+    """Who fired in a layer: bool [n_tokens, n_neurons]."""
     bits = trace.bits[trace.layer == layer]
     every = np.unpackbits(bits, axis=1, bitorder="little")[:, : trace.header.n_neurons]
     return every.astype(bool)
 
 
-def _require_pair(trace: Trace, hidden: HiddenStates) -> None:
+def require_pair(trace: Trace, hidden: HiddenStates) -> None:
+    """KairoxError unless both are of one recording that can be learnt from."""
     ours, theirs = trace.header, hidden.header
     if (ours.model_sha256, ours.sequences) != (theirs.model_sha256, theirs.sequences):
         raise KairoxError(

@@ -1,157 +1,304 @@
-"""kairox train-predictor: hidden states in, a look-ahead predictor out."""
+"""kairox train-predictor: hidden states in, a look-ahead predictor out, and how good one is."""
 
 from __future__ import annotations
 
-import tempfile
+import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kairox_sim.commands.options import Json, exec_extra, print_json, progress, wide_console
-from kairox_sim.commands.record import Model, Threads
+from kairox_sim.commands.live_options import Thresholds
+from kairox_sim.commands.options import Json, exec_extra, print_json, progress, say, wide_console
+from kairox_sim.commands.record import INTERRUPTED, Threads
 from kairox_sim.errors import KairoxError
 from kairox_sim.outputs import require_place
 
 if TYPE_CHECKING:
-    from kairox_exec.hidden_states import HiddenStates
-    from kairox_exec.predictor_training import LayerQuality
-    from kairox_sim.trace import Trace
-
-Recorded = tuple["Trace", "HiddenStates"]
+    from kairox_exec.mlp_predictor import MlpPredictor
+    from kairox_exec.predictor_data import Recording, Texts
+    from kairox_exec.predictor_judging import Judged
 
 
 def train_predictor(
-    model: Model,
-    out: Annotated[Path, typer.Option("-o", "--out", help="The predictor to write.")],
     more: Annotated[
         list[Path] | None,
         typer.Argument(metavar="[FILE]...", help="More text files after the first."),
     ] = None,
+    model: Annotated[
+        Path | None,
+        typer.Option(
+            help="A Hugging Face folder: config.json, *.safetensors, tokenizer.json. Needed with "
+            "texts; a recording is checked against it."
+        ),
+    ] = None,
+    out: Annotated[Path | None, typer.Option("-o", "--out", help="The predictor to write.")] = None,
     text: Annotated[
         list[Path] | None, typer.Option(help="Texts to record and to learn from.")
     ] = None,
-    tokens: Annotated[int, typer.Option(help="Of each text, to learn from.")] = 2048,
-    skip: Annotated[int, typer.Option(help="Tokens of each text to leave out first.")] = 4096,
+    tokens: Annotated[
+        int | None, typer.Option(help="Of each text, to learn from. [default: 2048]")
+    ] = None,
+    skip: Annotated[
+        int | None, typer.Option(help="Tokens of each text to leave out first. [default: 4096]")
+    ] = None,
+    eval_text: Annotated[
+        list[Path] | None,
+        typer.Option(help="Texts to judge it on. [default: other tokens of those learnt from]"),
+    ] = None,
     eval_tokens: Annotated[
-        int, typer.Option(help="Of each text, from its start, to judge it on; 0: not judged.")
-    ] = 512,
+        int | None,
+        typer.Option(help="Of each text, to judge it on; 0: not judged. [default: 512]"),
+    ] = None,
+    eval_skip: Annotated[
+        int | None,
+        typer.Option(help="Tokens of each text to leave out before those. [default: 0]"),
+    ] = None,
     trace: Annotated[
         Path | None, typer.Option(help="Instead of texts: a trace recorded with --hidden.")
     ] = None,
     hidden: Annotated[Path | None, typer.Option(help="Its hidden states.")] = None,
+    predictor: Annotated[
+        Path | None,
+        typer.Option(
+            help="Train nothing: judge this one, on --eval-text or on --trace and --hidden."
+        ),
+    ] = None,
     rank: Annotated[
         int | None, typer.Option(help="Width in the middle. [default: a quarter of d_model]")
     ] = None,
     recall: Annotated[
-        float, typer.Option(help="Of each layer's active neurons, by choice of its threshold.")
-    ] = 0.95,
+        str | None,
+        typer.Option(
+            help="Of each layer's active neurons, by choice of its threshold: R, or a,b,.. for "
+            "each layer. [default: 0.95]"
+        ),
+    ] = None,
     trigger: Annotated[
-        str, typer.Option(help="What it is fed: attn_out (the paper) or attn_in (the guide).")
-    ] = "attn_out",
-    epochs: Annotated[int, typer.Option(help="Passes over the tokens.")] = 12,
-    seed: Annotated[int, typer.Option(help="Of the first weights and the order of tokens.")] = 0,
+        str | None,
+        typer.Option(
+            help="What layer l+1's is fed: attn_out, the state after layer l's attention (the "
+            "paper), or attn_in, the state entering layer l (the guide). [default: attn_out]"
+        ),
+    ] = None,
+    epochs: Annotated[
+        int | None, typer.Option(help="Passes over the tokens. [default: 12]")
+    ] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="Of the first weights and the order of tokens. [default: 0]")
+    ] = None,
+    thresholds: Thresholds = None,
     threads: Threads = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite the predictor.")] = False,
     as_json: Json = False,
 ) -> None:
     """Train the two-layer predictor of each layer's neurons, and say how good it is elsewhere.
 
-    Use it with --set predictor=rank --set predictor_file=FILE.
+    Judged are recall, precision and cost of each layer, on tokens that were not trained on; it is
+    refused on others. Use it with --predictor-file FILE. Ctrl-C leaves no half of a file.
 
     Example: kairox train-predictor --model experiments/models/tiny-reglu
-    --text experiments/prompts/prose.txt experiments/prompts/code.txt -o predictor.safetensors
+    --text experiments/prompts/prose.txt --eval-text experiments/prompts/code.txt
+    -o predictor.safetensors
+
+    Judge it again: kairox train-predictor --model experiments/models/tiny-reglu
+    --predictor predictor.safetensors --eval-text experiments/prompts/math.txt
     """
     with exec_extra():
-        from kairox_exec.hidden_states import read_hidden_states
+        from kairox_exec import predictor_data as data
         from kairox_exec.live import set_threads
-        from kairox_exec.predictor_training import as_rows, evaluate, train
-    from kairox_sim.trace import read_trace
+        from kairox_exec.mlp_predictor import load_predictor
+        from kairox_exec.predictor_runs import judge_on, train_on
 
-    texts = [*(text or ()), *(more or ())]
-    if bool(texts) == bool(trace) or (trace is None) != (hidden is None):
+    texts, held_out = _split(text or [], eval_text or [], more or [])
+    if (trace is None) != (hidden is None):
+        raise KairoxError("--trace and --hidden go together; `kairox record --hidden` writes both")
+    recording = None if trace is None or hidden is None else data.Recording(trace, hidden, model)
+    of_text = {"tokens": tokens, "skip": skip}
+    of_eval = {"eval_tokens": eval_tokens, "eval_skip": eval_skip}
+    training: dict[str, Any] = {
+        "rank": rank,
+        "recall": _targets(recall),
+        "epochs": epochs,
+        "seed": seed,
+    }
+    if recording is not None:
+        whole = "with --trace and --hidden, which are read whole"
+        _refuse(of_text if held_out else of_text | of_eval, whole)
+
+    def read_by_model(files: list[Path], n_tokens: int, first: int) -> Texts:
+        if model is None:
+            raise KairoxError("name the model that reads the texts with --model")
+        return data.Texts(model, tuple(files), n_tokens, first, thresholds)
+
+    def judged_texts(files: list[Path]) -> Texts | None:
+        if not files or (eval_tokens == 0 and predictor is None):
+            return None
+        return read_by_model(files, 512 if eval_tokens is None else eval_tokens, eval_skip or 0)
+
+    set_threads(threads)
+    made: MlpPredictor
+    judged: Judged | None
+    try:
+        with progress() as bar:
+            task = bar.add_task("reading", total=None)
+
+            def show(what: str, done: int, of: int) -> None:
+                bar.update(task, description=what, completed=done, total=of)
+
+            if predictor is not None:
+                given = {"out": out, "text": texts, "trigger": trigger, "force": force}
+                _refuse(given | of_text | training, "with --predictor, which trains nothing")
+                file, made = predictor, load_predictor(predictor)
+                on = _one_of(judged_texts(held_out), recording, "judge it on", "--eval-text")
+                judged = judge_on(made, on, show)
+            else:
+                learnt = None
+                if texts:
+                    n, first = (
+                        (2048 if tokens is None else tokens),
+                        (4096 if skip is None else skip),
+                    )
+                    learnt = read_by_model(texts, n, first)
+                file = _free(out, force)
+                made, judged = train_on(
+                    _one_of(learnt, recording, "learn from", "--text"),
+                    file,
+                    trigger=trigger,
+                    judged_on=judged_texts(held_out or texts),
+                    **{name: value for name, value in training.items() if value is not None},
+                    progress=show,
+                )
+    except KeyboardInterrupt as stop:
+        say(f"kairox: {stop or 'stopped'}")
+        raise typer.Exit(INTERRUPTED) from stop
+    if as_json:
+        print_json(_content(file, made, judged))
+    else:
+        _print(file, made, judged)
+
+
+def _split(
+    texts: list[Path], held_out: list[Path], more: list[Path]
+) -> tuple[list[Path], list[Path]]:
+    """Where the files go that no option names."""
+    if more and texts and held_out:
         raise KairoxError(
-            "learn from texts (--text), or from one recording (--trace and --hidden, which "
-            "`kairox record --hidden` writes)"
+            f"learn from {more[0]}, or judge on it? With --text and --eval-text give each file its "
+            "own option: --text A --text B --eval-text C"
         )
+    return (texts, held_out + more) if held_out else (texts + more, held_out)
+
+
+def _targets(recall: str | None) -> float | list[float] | None:
+    if recall is None:
+        return None
+    try:
+        targets = [float(part) for part in recall.split(",")]
+    except ValueError as error:
+        raise KairoxError(
+            f"recall {recall!r}; give a number such as 0.95, or one for each layer: a,b,.."
+        ) from error
+    return targets[0] if len(targets) == 1 else targets
+
+
+def _refuse(given: dict[str, Any], why: str) -> None:
+    needless = [f"--{name.replace('_', '-')}" for name, value in given.items() if value]
+    if needless:
+        raise KairoxError(f"{', '.join(needless)} {why}: leave them out")
+
+
+def _one_of(
+    texts: Texts | None, recording: Recording | None, what: str, option: str
+) -> Texts | Recording:
+    if texts is not None and recording is None:
+        return texts
+    if recording is not None and texts is None:
+        return recording
+    raise KairoxError(
+        f"{what} texts ({option}), or one recording (--trace and --hidden, which `kairox record "
+        "--hidden` writes)"
+    )
+
+
+def _free(out: Path | None, force: bool) -> Path:
+    if out is None:
+        raise KairoxError("name the predictor to write with -o, or one to judge with --predictor")
     if require_place(out, "predictor").exists() and not force:
         raise KairoxError(f"{out} exists; name another file, or overwrite it with --force")
-    set_threads(threads)
-    judged: list[LayerQuality] = []
-    with tempfile.TemporaryDirectory() as folder, progress() as bar:
-        task = bar.add_task("recording", total=None)
-
-        def show(what: str, done: int, of: int) -> None:
-            bar.update(task, description=what, completed=done, total=of)
-
-        def recorded(name: str, n: int, start: int) -> Recorded:
-            return _recorded(model, texts, Path(folder) / name, n, start, trigger, show)
-
-        if trace is not None and hidden is not None:
-            learnt_from = read_trace(trace, strict=True), read_hidden_states(hidden)
-        else:
-            learnt_from = recorded("train", tokens, skip)
-        predictor = train(
-            *learnt_from, rank=rank, recall=recall, epochs=epochs, seed=seed, progress=show
-        )
-        predictor.save(out)
-        if texts and eval_tokens:
-            judged = evaluate(predictor, *recorded("eval", eval_tokens, 0))
-    if as_json:
-        print_json(
-            {
-                "predictor": str(out),
-                "bytes": out.stat().st_size,
-                "rank": predictor.rank,
-                "trigger": predictor.trigger,
-                "recall_target": recall,
-                "thresholds": list(predictor.info.thresholds),
-                "layers": as_rows(judged),
-            }
-        )
-        return
-    _print(judged, out, predictor.rank, recall)
+    return out
 
 
-def _recorded(
-    model: Path, texts: list[Path], stem: Path, tokens: int, skip: int, trigger: str, show: Any
-) -> Recorded:
-    from kairox_exec.hidden_states import read_hidden_states
-    from kairox_exec.recording import record
-    from kairox_sim.trace import read_trace
+def _content(file: Path, made: MlpPredictor, judged: Judged | None) -> dict[str, Any]:
+    info = made.info
+    content = {
+        "predictor": str(file),
+        "bytes": file.stat().st_size,
+        "model": info.model,
+        "rank": info.rank,
+        "trigger": info.trigger,
+        "recall_target": info.recall_target,
+        "thresholds": info.thresholds,
+        "judged_on": None,
+        "layers": [],
+    }
+    if judged is not None:
+        content["judged_on"] = {
+            "tokens": judged.tokens,
+            "texts": judged.texts,
+            "known_texts": judged.known_texts,
+            "recall": judged.recall,
+            "precision": judged.precision,
+            "seconds_are": "measured on this CPU",
+            "threads": judged.threads,
+        }
+        content["layers"] = [dataclasses.asdict(row) for row in judged.layers]
+    return content
 
-    states = stem.with_suffix(".hidden")
-    path = record(
-        model,
-        texts,
-        stem.with_suffix(".arrow"),
-        tokens=tokens,
-        skip=skip,
-        window=256,
-        prefill=min(192, tokens - 1),
-        trigger=trigger,  # type: ignore[arg-type]
-        hidden=states,
-        progress=lambda done, of: show(f"recording for {stem.name}", done, of),
-    )
-    return read_trace(path, strict=True), read_hidden_states(states)
 
-
-def _print(judged: list[LayerQuality], out: Path, rank: int, recall: float) -> None:
+def _print(file: Path, made: MlpPredictor, judged: Judged | None) -> None:
     from rich.table import Table
 
-    size = f"{out}: rank {rank}, {out.stat().st_size / 1e6:.2f} MB, recall target {recall:.0%}"
-    if judged:
-        table = Table(title="on tokens that were not trained on", caption=size)
-        for name in ("layer", "recall", "precision", "active", "predicted", "kB", "us"):
-            table.add_column(name, justify="right")
-        for row in judged:
-            ratios = (row.recall, row.precision, row.density, row.predicted_share)
-            table.add_row(
-                str(row.layer),
-                *("-" if r != r else f"{r:.1%}" for r in ratios),
-                f"{row.n_bytes / 1e3:.0f}",
-                f"{row.seconds * 1e6:.0f}",
-            )
-        wide_console().print(table)
+    target = made.info.recall_target
+    aim = f"{target:.0%}" if isinstance(target, float) else "of each layer its own"
+    size = (
+        f"{file}: rank {made.rank}, trigger {made.trigger}, {file.stat().st_size / 1e6:.2f} MB, "
+        f"recall target {aim}"
+    )
+    if judged is None:
+        typer.echo(f"{size}; not judged: give --eval-text")
         return
-    typer.echo(size + "; not judged on other tokens")
+    table = Table(title=f"{judged.tokens} tokens that were not trained on: {_whose(judged)}")
+    names = "layer", "target", "recall", "precision", "active", "predicted"
+    for name in (*names, "mul-adds", "kB (f16)", "us/token (measured)"):
+        table.add_column(name, justify="right")
+    for row in judged.layers:
+        ratios = row.recall_target, row.recall, row.precision, row.density, row.predicted_share
+        table.add_row(
+            str(row.layer),
+            *(_share(ratio) for ratio in ratios),
+            f"{row.multiply_adds:,}",
+            f"{row.n_bytes / 1e3:.0f}",
+            f"{row.seconds_per_token * 1e6:.0f}",
+        )
+    wide_console().print(table)
+    typer.echo(
+        f"all layers: recall {_share(judged.recall)}, precision {_share(judged.precision)}; times "
+        f"are measured on this CPU, torch on {judged.threads} thread"
+        f"{'s' * (judged.threads != 1)}\n{size}"
+    )
+
+
+def _whose(judged: Judged) -> str:
+    """Whether the texts are new to it, or other tokens of what it learnt from."""
+    new = [name for name in judged.texts if name not in judged.known_texts]
+    told = []
+    if judged.known_texts:
+        told.append(f"other tokens of {', '.join(judged.known_texts)}")
+    if new:
+        told.append(f"{', '.join(new)}, of which it saw none")
+    return "; ".join(told)
+
+
+def _share(value: float) -> str:
+    return "-" if value != value else f"{value:.1%}"

@@ -15,7 +15,8 @@ from kairox_exec.families import family_of, hook_layer
 from kairox_exec.hidden_states import AFTER_ATTENTION, ENTERING, HiddenStates, read_hidden_states
 from kairox_exec.loading import load_dense
 from kairox_exec.mlp_predictor import LayerNet, MlpPredictor, PredictorInfo, load_predictor
-from kairox_exec.predictor_training import evaluate, train
+from kairox_exec.predictor_judging import evaluate
+from kairox_exec.predictor_training import train
 from kairox_exec.recording import record
 from kairox_exec.text import encode_file, load_tokenizer
 from kairox_sim.cli import app
@@ -90,14 +91,17 @@ def test_training_reaches_its_recall_on_other_tokens(recorded: tuple[Recorded, R
     learnt_from, other = recorded
     low, high = (train(*learnt_from, rank=48, recall=recall, epochs=6) for recall in (0.7, 0.95))
     for predictor, target in ((low, 0.7), (high, 0.95)):
-        rows = evaluate(predictor, *other)
+        rows = evaluate(predictor, *other).layers
         recall = np.mean([row.recall for row in rows])
         assert abs(recall - target) < 0.06
         # Better than guessing: guesses are right as often as neurons fire.
         assert all(row.precision > 1.1 * row.density for row in rows)
-    assert evaluate(low, *other)[3].predicted_share < evaluate(high, *other)[3].predicted_share
+    assert (
+        evaluate(low, *other).layers[3].predicted_share
+        < evaluate(high, *other).layers[3].predicted_share
+    )
     moved = high.shifted(1.0)
-    assert evaluate(moved, *other)[2].recall < evaluate(high, *other)[2].recall
+    assert evaluate(moved, *other).layers[2].recall < evaluate(high, *other).layers[2].recall
 
 
 def test_what_was_trained_on_is_no_test(recorded: tuple[Recorded, Recorded]) -> None:
