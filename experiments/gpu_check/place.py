@@ -19,6 +19,7 @@ import torch
 
 from kairox_exec.device import Device
 from kairox_exec.kernels import Kernels, torch_ref
+from kairox_exec.streams import Streams
 
 LIBRARIES = ("numpy", "torch", "triton", "transformers", "numba", "accelerate")
 # Of `nvidia-smi --query-gpu`.
@@ -64,6 +65,15 @@ class Place:
         from kairox_exec.kernels import numba_cpu
 
         return numba_cpu
+
+    def new_streams(self) -> Streams:
+        if self.rehearse:
+            from experiments.gpu_check.host_streams import HostStreams
+
+            return HostStreams()
+        from kairox_exec.streams import TorchStreams
+
+        return TorchStreams()
 
     def new_device(self) -> Device:
         """Closed by whoever asked for it."""

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from experiments.gpu_check import __main__ as gpu_check
+from experiments.gpu_check import links
 from experiments.gpu_check.big import SHAPE_TOY, new_bundles, new_model, sticky_tokens
 from experiments.gpu_check.large import Setting, new_cache
 from experiments.gpu_check.offload import dense_model
@@ -152,6 +153,48 @@ def test_a_part_that_fails_is_reported_and_the_rest_goes_on(
     assert "failed: broken" in capsys.readouterr().out
     assert "no such card" in _content(tmp_path / "broken.json")["traceback"]
     assert _content(tmp_path / "fine.json")["passed"] is True
+
+
+def _links(tmp_path: Path, left: float = 60.0) -> dict[str, Any]:
+    return links.check_links(Place(rehearse=True), tmp_path, lambda: left)
+
+
+def test_the_executors_own_ways_are_timed_below_a_copy_in_one_piece(tmp_path: Path) -> None:
+    found = _links(tmp_path)
+    assert found["passed"] is True
+    assert {row["way"] for row in found["rows"]} == {links.CEILING, "staged", "per_row"}
+    assert all(0 < row["launching_s"] <= row["idle_s"] for row in found["rows"])
+    assert {one["way"] for one in found["chosen_at_start"]} <= {"staged", "per_row"}
+    assert len(found["rows"]) == 3 * len(found["chosen_at_start"]) * 2  # of two numbers of rows
+
+
+@pytest.mark.parametrize("wrong", ["rows", "places"])
+def test_a_way_that_copies_wrongly_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: str
+) -> None:
+    real = links.promote_with
+
+    def promote_with(*given: Any, **how: Any) -> Any:
+        promote = real(*given, **how)
+
+        def shifted(rows: Any, ids: Any, slots: Any, places: Any) -> Any:
+            if wrong == "rows":
+                return promote(rows, ids[::-1].copy(), slots, places)
+            return promote(rows, ids, slots, (places + 1) % len(slots))
+
+        return shifted
+
+    monkeypatch.setattr(links, "promote_with", promote_with)
+    found = _links(tmp_path)
+    assert found["passed"] is False
+    assert {r["way"] for r in found["rows"] if r["copied_right"]} == {links.CEILING}
+
+
+def test_what_there_is_no_time_for_is_said(tmp_path: Path) -> None:
+    found = _links(tmp_path, left=0.5)
+    assert found["passed"] is False
+    assert found["rows"] == []
+    assert len(found["left_out_for_lack_of_time"]) == 36
 
 
 def test_parts_fit_in_nine_minutes() -> None:
