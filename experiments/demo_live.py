@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pandas as pd
 
+from kairox_exec.as_run import kind_of
 from kairox_exec.calibration import Calibration
 from kairox_exec.live import set_threads
 from kairox_exec.live_run import ForcedText, machine_for
@@ -40,15 +41,14 @@ def run_live(out: Path, table: pd.DataFrame, *, prior: Path, hardware: Path) -> 
     """Run them live on the emulated machine, print the table; returns the table on disk."""
     set_threads(1)
     calibration = Calibration.load(hardware)
-    profile = calibration.profile
+    settings, swept = chosen(table, Settings.load(out / "best.toml"))
     machine = machine_for(
         MODEL,
         "emulated",
         emulate=EMULATED,
-        model_as=profile.calibrated_as,
-        time_scale=profile.time_scale,
+        kind=kind_of(settings),
+        time_scale=calibration.profile.time_scale,
     )
-    settings, swept = chosen(table, Settings.load(out / "best.toml"))
     # Every domain, a short window each: 24 decode steps after a prefill of 16.
     text = ForcedText(DOMAINS, tokens=40, prefill=16, window=40)
     with progress() as bar:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Self
@@ -29,6 +29,7 @@ from kairox_sim.hardware import (
     load_profile,
 )
 from kairox_sim.hardware import Op as OpCost
+from kairox_sim.metrics import plain
 
 OVERRUN_LIMIT = 0.02  # more overruns than this and an emulated run says nothing about its pacing
 
@@ -56,7 +57,7 @@ class TimedRun:
     steps: Sequence[StepOps]
     seconds_per_token: float  # decode
     residual_per_token: float  # decode
-    overrun_share: float
+    overrun_share: float  # nan where nothing is paced
     host_memory: str = ""  # of Device.status; copies from pageable memory say little of the link
 
 
@@ -73,7 +74,8 @@ class Calibration:
         """The profile as TOML; fits and runs beside it as .json, which `validate` reads."""
         target = dump_profile(self.profile, path)
         beside = {"fits": self.fits, "runs": self.runs, "conditions": self.conditions}
-        target.with_suffix(".json").write_text(json.dumps(beside, indent=1) + "\n")
+        text = json.dumps(plain(beside), indent=1, allow_nan=False)
+        target.with_suffix(".json").write_text(text + "\n")
         return target
 
     @classmethod
@@ -128,7 +130,7 @@ def fit_profile(
     seen = _Seen(runs, costs, machine.decide_blocks_gpu)
     lines = {
         "attention": seen.line("attention"),
-        "gate": seen.line("gate", "predict"),
+        **seen.deciding(),
         "ffn_gpu": seen.line("ffn"),
         "head": seen.line("head"),
         "ffn_cpu": seen.line("residual"),
@@ -146,6 +148,13 @@ def fit_profile(
             fixed_s=q(line.fixed_s / per_step, line.how),
             bytes_per_s=q(line.per_s * per_step, line.how),
         )
+
+    def or_equal(name: str, to: str) -> OpCost:
+        """An op that these runs have none of is never charged for runs like them."""
+        if name in lines:
+            return op(lines[name])
+        line = lines[to]
+        return op(replace(line, note=f"no {name} was run, so taken equal to the {to}: "))
 
     head = op(lines["head"], costs.layers_ratio)
     slow_down = seen.slow_down_by_copies(lines["ffn_cpu"])
@@ -169,8 +178,8 @@ def fit_profile(
         vram_bytes=machine.vram_bytes,
         vram_margin_bytes=machine.vram_margin_bytes,
         attention=op(lines["attention"]),
-        gate=op(lines["gate"]),
-        predictor=op(lines["gate"]),
+        gate=or_equal("gate", "predictor"),
+        predictor=or_equal("predictor", "gate"),
         ffn_gpu=op(lines["ffn_gpu"]),
         head=head,
         gpu_flops_per_s=q(
@@ -249,7 +258,19 @@ class _Seen:
     def line(self, *kinds: str) -> Line:
         timed = [pair for kind in kinds for pair in self.by_kind[kind]]
         timed = [(op, s) for op, s in timed if self._bytes(op) > 0 and s > 0]
-        return fit_line(kinds[0], [self._bytes(op) for op, _ in timed], [s for _, s in timed])
+        name = next((kind for kind in kinds if self.by_kind[kind]), kinds[0])
+        return fit_line(name, [self._bytes(op) for op, _ in timed], [s for _, s in timed])
+
+    def deciding(self) -> dict[str, Line]:
+        """What says who is computed or comes next. A look-ahead is a pass of the next gate, and is
+        charged as one; a low-rank predictor is an op of its own."""
+        look_ahead = self.costs.predictor == "lookahead"
+        found = {}
+        if look_ahead or self.costs.gating in ("exact", "screened"):
+            found["gate"] = self.line("gate", *(["predict"] if look_ahead else []))
+        if self.costs.predictor == "rank":
+            found["predictor"] = self.line("predict")
+        return found
 
     def seconds(self, kind: str) -> list[float]:
         return [s for _, s in self.by_kind[kind]]
@@ -320,8 +341,10 @@ class _Seen:
         shape, costs = self.costs.shape, self.costs
         if op.kind == "attention":
             return float(shape.attention_bytes + shape.kv_bytes_per_token * op.size.context_len)
+        if op.kind == "predict" and costs.predictor == "rank":
+            return float(shape.predictor_bytes)
         if op.kind in ("gate", "predict"):
-            return float(shape.gate_bytes)
+            return float(shape.screen_bytes if costs.gating == "screened" else shape.gate_bytes)
         if op.kind == "head":
             return float(shape.head_bytes + shape.row_bytes)
         if op.kind in ("ffn", "residual"):

@@ -25,12 +25,14 @@ class Line:
     n_ops: int
     median_error: float  # of |fit / seconds - 1|
     told_apart: bool  # whether fixed cost and rate were both identified
+    note: str = ""  # before how it was fitted
 
     @property
     def how(self) -> str:
         """For the `source` of a profile entry."""
         split = "" if self.told_apart else "; one size only, so all of it is charged to the rate"
-        return f"fit of {self.n_ops} {self.what} ops, median error {self.median_error:.1%}{split}"
+        error = f"median error {self.median_error:.1%}"
+        return f"{self.note}fit of {self.n_ops} {self.what} ops, {error}{split}"
 
 
 def fit_line(what: str, sizes: Sequence[float], seconds: Sequence[float]) -> Line:

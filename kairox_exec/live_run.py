@@ -8,7 +8,8 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from math import nan
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -16,10 +17,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kairox_exec.as_run import all_as
 from kairox_exec.calibration import Calibration, StepOps, TimedRun, fit_profile
 from kairox_exec.live import (
     ONE_THREAD,
     HostSide,
+    charged_shape,
     choose_device,
     device_for,
     emulated_profile,
@@ -28,17 +31,20 @@ from kairox_exec.live import (
 )
 from kairox_exec.live_device import this_machine
 from kairox_exec.machine import machine_facts
+from kairox_exec.mlp_predictor import load_predictor
 from kairox_exec.oplog import NS
 from kairox_exec.runner import Ending
 from kairox_exec.text import encode_file, load_tokenizer, windows
 from kairox_sim.costs import costs_for
 from kairox_sim.errors import KairoxError
-from kairox_sim.hardware import HardwareProfile, LinkProfile
+from kairox_sim.hardware import HardwareProfile, LinkProfile, with_vram
 from kairox_sim.model import Numerics
 from kairox_sim.policies import POLICIES
+from kairox_sim.policies.base import Trigger
 from kairox_sim.record import StepRecord
-from kairox_sim.settings import Settings, label, shape_of
+from kairox_sim.settings import Settings, label
 from kairox_sim.trace import Trace
+from kairox_sim.units import parse_bytes
 
 Tokens = NDArray[np.int32]
 
@@ -80,7 +86,7 @@ class Machine:
 
     @property
     def label(self) -> str:
-        """Emulated or measured, for every table."""
+        """Emulated or measured, for every table; and what of the machine changes its speed."""
         if self.profile is None:
             here = "GPU" if self.device == "cuda" else self.device
             return f"measured on this machine's {here}{self._kind()}"
@@ -91,6 +97,8 @@ class Machine:
         pool, kind = self.host.pool, "" if self.numerics == "fast" else f", {self.numerics}"
         if pool.threads > 1:
             kind += f", {pool.threads} host threads"
+        if self.host.promotion != "auto":
+            kind += f", swaps by {self.host.promotion}"
         return kind + (f", host nice {pool.nice}" if pool.nice else "")
 
 
@@ -101,7 +109,9 @@ class LiveRun:
     records: tuple[StepRecord, ...]
     steps: tuple[StepOps, ...]
     ending: Ending
-    overrun_share: float
+    overrun_share: float  # of ops; nan where nothing is paced
+    slots: tuple[int, ...]  # of each layer
+    planned_for: HardwareProfile | None  # whose memory a budget may fill; None: nobody's
     host_memory: str = ""  # of Device.status
 
     def per_token(self, name: str) -> float:
@@ -148,11 +158,14 @@ def run_forced(
                 if on_step is not None:
                     on_step(record)
         assert runner.ending is not None
-        overruns = device.n_overruns / max(1, device.n_ops)
+        overruns = nan if device.costs is None else device.n_overruns / max(1, device.n_ops)
         memory = str(device.status.get("host_memory", ""))
+        slots, planned_for = tuple(runner.cache.capacity), device.profile
     if not any(record.phase == "decode" for record in records):
         raise KairoxError("the run has no decode steps; give more tokens than the prefill")
-    return LiveRun(tuple(records), tuple(steps), runner.ending, overruns, memory)
+    return LiveRun(
+        tuple(records), tuple(steps), runner.ending, overruns, slots, planned_for, memory
+    )
 
 
 @contextmanager
@@ -186,43 +199,56 @@ def machine_for(
     device: str,
     *,
     emulate: HardwareProfile | str | Path | None = None,
-    model_as: str | None = None,
-    gating: str = "exact",
+    kind: Settings | None = None,
     time_scale: float | None = None,
     link: LinkProfile | str | Path | None = None,
-    numerics: Numerics = "fast",
     host: HostSide = ONE_THREAD,
 ) -> Machine:
-    """The machine of a set of runs: one pace for all its settings."""
-    chosen = choose_device(device)
+    """The machine of a set of runs: one pace for all its settings.
+
+    kind: how they run (model_as, gating, numerics, weights, dtype), see `kind_of`; the defaults
+    otherwise.
+    """
+    chosen, kind = choose_device(device), kind or Settings()
     if chosen != "emulated":
-        return Machine(chosen, numerics=numerics, host=host)
+        for option, given in (("emulate", emulate), ("time_scale", time_scale), ("link", link)):
+            if given is not None:
+                raise KairoxError(
+                    f"{option} is for the emulated device and the device is {chosen!r}; use device "
+                    "'emulated', or leave it out"
+                )
+        return Machine(chosen, numerics=kind.numerics, host=host)
     if emulate is None:
         raise KairoxError("device 'emulated' needs a profile to emulate, such as emu-pc1 or pc1")
-    target = model_shape(model_dir) if model_as is None else shape_of(model_as)
     profile = emulated_profile(
-        emulate, target, gating, time_scale=time_scale, link=link, numerics=numerics
-    )
-    return Machine("emulated", profile, numerics, host)
+        emulate, charged_shape(model_dir, kind), kind.gating,
+        time_scale=time_scale, link=link, numerics=kind.numerics,
+    )  # fmt: skip
+    return Machine("emulated", profile, kind.numerics, host)
 
 
 def calibration_settings(
-    n_neurons: int, model_as: str | None = None, numerics: Numerics = "fast"
+    n_neurons: int, kind: Settings | None = None, *, ahead: Trigger = "attn_out"
 ) -> list[Settings]:
     """What calibration runs: every kind of op, and sizes that tell fixed costs from rates.
 
-    No budget here is a round fraction, so that settings under test are hardly ever among them.
+    kind: how they run. ahead: when a predictor is asked. No budget here is a round fraction, so
+    that settings under test are hardly ever among them.
     """
-    common: dict[str, Any] = {"model_as": model_as, "numerics": numerics}
+    # Budgets are numbers, so memory plays no part in these runs.
+    base = (kind or Settings()).with_overrides({"vram": None})
     return [
-        Settings(policy="none", **common),
-        Settings(policy="lru", slots=n_neurons * 3 // 13, **common),
-        Settings(
-            policy="tam", policy_params={"theta_promote": 0.15}, slots=n_neurons * 5 // 13, **common
-        ),
-        Settings(
-            policy="lfu", slots=n_neurons * 2 // 13, trigger="attn_out", late="stall", **common
-        ),
+        base.with_overrides(one)
+        for one in (
+            {"policy": "none"},
+            {"policy": "lru", "slots": n_neurons * 3 // 13},
+            {
+                "policy": "tam",
+                "policy_params": {"theta_promote": 0.15},
+                "slots": n_neurons * 5 // 13,
+            },
+            {"policy": "lfu", "slots": n_neurons * 2 // 13, "trigger": ahead, "late": "stall"},
+        )
     ]
 
 
@@ -231,27 +257,33 @@ def calibrate(
     text: ForcedText,
     machine: Machine,
     *,
-    model_as: str | None = None,
+    kind: Settings | None = None,
     settings: Sequence[Settings] | None = None,
     on_run: Callable[[str, int, int], None] | None = None,
 ) -> Calibration:
     """Run a few settings on this machine and fit a profile to what their ops took.
 
-    text: other tokens than the profile will be judged on. settings: `calibration_settings` unless
-    given. on_run: (label, done, of how many), for progress. Raises KairoxError where an emulated
-    machine could not keep its pace, or a kind of op is missing.
+    text: other tokens than the profile will be judged on. kind: how the runs that it is for are
+    run, see `kind_of`; its vram is the memory that the profile says. settings:
+    `calibration_settings` unless given. on_run: (label, done, of how many), for progress. Raises
+    KairoxError where an emulated machine could not keep its pace, or a kind of op is missing.
     """
-    shape = model_shape(model_dir)
-    chosen = list(settings or calibration_settings(shape.n_neurons, model_as, machine.numerics))
-    target = shape if model_as is None else shape_of(model_as)
+    kind = kind or Settings(numerics=machine.numerics)
+    shape = model_shape(model_dir, kind)
+    chosen = list(settings or calibration_settings(shape.n_neurons, kind, ahead=_ahead(kind)))
+    made_as = all_as(model_dir, chosen)
+    require_numerics(machine, made_as.numerics)
     known = machine.profile or this_machine(machine.device)
+    if kind.vram is not None:
+        known = with_vram(known, parse_bytes(kind.vram))
+    target = charged_shape(model_dir, kind)
     costs = costs_for(
         known,
         target,
-        chosen[0].gating,
+        made_as.gating,
         trace_layers=shape.n_layers,
         trace_neurons=shape.n_neurons,
-        predictor="lookahead",
+        predictor=made_as.predictor.partition(" ")[0],
         numerics=machine.numerics,
     )
     sequences, runs = text.sequences(model_dir), []
@@ -274,11 +306,29 @@ def calibrate(
     )
     conditions = {
         "time": machine.label,
-        "model_as": model_as,
+        "as_run": asdict(made_as),
+        "model_as": kind.model_as,
         "decode_tokens": sum(tokens.size - text.prefill for tokens in sequences),
         "machine": machine_facts(),
     }
     return replace(calibration, conditions=conditions)
+
+
+def require_numerics(machine: Machine, numerics: str) -> None:
+    """The machine's label names its numerics, so runs on it have those."""
+    if numerics != machine.numerics:
+        raise KairoxError(
+            f"the settings have numerics {numerics!r} and the machine was made for "
+            f"{machine.numerics!r}; give `machine_for` the settings' kind"
+        )
+
+
+def _ahead(kind: Settings) -> Trigger:
+    """When the predictor is asked: a trained one as it was trained."""
+    if kind.predictor_file is None:
+        return "attn_out"
+    trigger: Any = load_predictor(kind.predictor_file).trigger
+    return trigger  # type: ignore[no-any-return]
 
 
 def _calibrated_name(machine: Machine) -> str:

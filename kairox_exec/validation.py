@@ -10,25 +10,30 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
+from math import nan
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
 import pandas as pd
 
+from kairox_exec.as_run import all_as, require_calibrated_as
 from kairox_exec.calibration import OVERRUN_LIMIT, Calibration
 from kairox_exec.gates import free_running, g1, g2
 from kairox_exec.live import charged_shape, model_shape
-from kairox_exec.live_run import ForcedText, LiveRun, Machine, run_forced
+from kairox_exec.live_device import this_machine
+from kairox_exec.live_run import ForcedText, LiveRun, Machine, require_numerics, run_forced
 from kairox_exec.machine import machine_facts
-from kairox_exec.queue_errors import queue_errors
 from kairox_exec.recording import record
-from kairox_exec.scoring import Scored, Verdict, judge, null_models
+from kairox_exec.scoring import null_models
+from kairox_exec.validation_report import Validation, combined
+from kairox_sim.cache import NeuronCache
 from kairox_sim.calllog import read_call_log
 from kairox_sim.engine import run_trace
 from kairox_sim.errors import KairoxError
 from kairox_sim.events import Event, StepEnded
+from kairox_sim.hardware import HardwareProfile
 from kairox_sim.metrics import plain, steps_frame, summarise
 from kairox_sim.outputs import require_folder
 from kairox_sim.policies import POLICIES
@@ -40,70 +45,16 @@ from kairox_sim.settings import (
     build_cache,
     label,
     load_prior,
+    longest_context,
     trigger_of,
 )
 from kairox_sim.simulation import costs_of
 from kairox_sim.trace import Trace, read_trace
 
-GATE_REPEATS, GATE_TOKENS = 5, 128  # of fewer, figures are printed and nothing is claimed
+__all__ = ["Validation", "combined", "same_memory", "validate", "with_memory_of"]
 
 Progress = Callable[[str, int, int], None]
 """(what is running, done, of how many)"""
-
-
-@dataclass(frozen=True, slots=True)
-class Validation:
-    """A row per setting, the verdict of G3, and under which conditions."""
-
-    table: pd.DataFrame
-    verdict: Verdict
-    conditions: dict[str, Any]
-    scored: tuple[Scored, ...] = ()
-
-    def to_dict(self) -> dict[str, Any]:
-        """For JSON; unknown is None."""
-        rows = json.loads(self.table.to_json(orient="records", double_precision=15))
-        return {
-            "verdict": asdict(self.verdict),
-            "rows": rows,
-            "queues": [asdict(row) for row in queue_errors(self.table)],
-            "conditions": self.conditions,
-        }
-
-    def said(self) -> list[str]:
-        """The verdict in words: what was claimed, and against what."""
-        v = self.verdict
-        outcome = {True: "passes", False: "fails", None: "claims nothing"}[v.passed]
-        return [
-            f"G3 {outcome}" + (": " + "; ".join(v.reasons) if v.reasons else ""),
-            f"error of time per token: median {_share(v.median_error)}, worst "
-            f"{_share(v.worst_error)}; a constant {_share(v.constant_error)}; with look-ahead or "
-            f"stall {_share(v.ahead_error)}, linear in residual neurons "
-            f"{_share(v.linear_ahead_error)}",
-            f"deciding landings by its own time, the simulation differs by up to "
-            f"{self._worst('hit_on_time_points'):.1f} points of hits on time, "
-            f"{self._worst('hit_resident_points'):.1f} of hits resident and "
-            f"{_share(self._worst('loads_error'))} of loads",
-            (
-                f"order: tau {v.tau:.2f} over {v.pairs} pairs that are no ties"
-                if v.pairs
-                else "order: every pair is a tie"
-            )
-            + f"; choosing by simulation costs {_share(v.top1_regret)} live; live times span "
-            f"{v.contrast:.2f} x",
-        ]
-
-    def _worst(self, column: str) -> float:
-        return float(self.table[column].abs().max())
-
-    def dump(self, out: str | Path) -> list[Path]:
-        """validation.json (verdict, rows, conditions) and validation.parquet, in folder `out`."""
-        folder = Path(out)
-        folder.mkdir(parents=True, exist_ok=True)
-        as_json, as_table = folder / "validation.json", folder / "validation.parquet"
-        as_json.write_text(json.dumps(plain(self.to_dict()), indent=1, allow_nan=False) + "\n")
-        self.table.to_parquet(as_table)
-        return [as_json, as_table]
 
 
 def validate(
@@ -122,14 +73,19 @@ def validate(
     """Run and simulate every setting; keep traces and call logs in folder `out`.
 
     prior: for all, instead of the ones the settings name. swept_tok_s: by label, what a sweep had
-    promised, for the table. Raises KairoxError where a setting cannot run; a G1 or G2 that fails is
-    in the table, not raised.
+    promised, for the table. Raises KairoxError where a setting cannot run, or runs in another way
+    than was calibrated; a G1 or G2 that fails is in the table, not raised.
     """
     if repeats < 1:
         raise KairoxError(f"repeats is {repeats}, must be 1 or more")
     if not settings:
         raise KairoxError("no settings to validate; give one or more")
     folder = require_folder(out, "report")
+    runs_as = all_as(model_dir, settings)
+    require_numerics(machine, runs_as.numerics)
+    require_calibrated_as(calibration.conditions, runs_as, machine.label)
+    swept = [(swept_tok_s or {}).get(label(one), nan) for one in settings]
+    settings = [with_memory_of(machine, one) for one in settings]
     priors = _priors(settings, prior)
     sequences = text.sequences(model_dir)
     total = len(settings) * (repeats + 1)
@@ -154,6 +110,7 @@ def validate(
             run = run_forced(
                 model_dir, setting, machine, sequences, prefill=text.prefill, prior=priors[at]
             )
+            _require_same_slots(setting, recorded[at].slots, run.slots)
             runs[at].append(run)
             _keep(folder / "runs.jsonl", repeat, setting, run)
 
@@ -161,54 +118,26 @@ def validate(
         [row["seconds_per_token"] for row in calibration.runs],
         [row["residual_per_token"] for row in calibration.runs],
     )
-    rows, scored = [], []
-    for setting, learnt, own, repeated in zip(settings, priors, recorded, runs, strict=True):
-        row, score = _compare(
-            setting, own, repeated, calibration, model_dir, learnt, constant, (a, b), machine.label
-        )
+    rows = []
+    for at, setting in enumerate(settings):
+        row = _compare(setting, recorded[at], runs[at], calibration, model_dir, priors[at])
+        row["null_constant_tok_s"] = 1 / constant
+        row["null_linear_tok_s"] = 1 / (a + b * row["simulated_residual_per_token"])
         row["time"], row["machine"] = machine.label, machine.label
-        row["swept_tok_s"] = (swept_tok_s or {}).get(label(setting), float("nan"))
+        row["swept_tok_s"] = swept[at]
         rows.append(row)
-        scored.append(score)
     conditions = {
         "time": machine.label,
         "live": f"median of {repeats} interleaved repeats of {rows[0]['decode_tokens']} tokens",
+        "as_run": asdict(runs_as),
         "overrun_limit": OVERRUN_LIMIT,
         "calibration_runs": calibration.runs,
         "machine": machine_facts(),
         **code_version(),
+        "repeats": repeats,
+        "decode_tokens": rows[0]["decode_tokens"],
     }
-    verdict = _claimed(judge(scored), repeats, rows[0]["decode_tokens"])
-    conditions |= {"repeats": repeats, "decode_tokens": rows[0]["decode_tokens"]}
-    return Validation(pd.DataFrame(rows), verdict, conditions, tuple(scored))
-
-
-def combined(parts: Sequence[Validation]) -> Validation:
-    """Several machines as one validation, judged together; see `judge` for what is compared."""
-    conditions = {part.conditions["time"]: part.conditions for part in parts}
-    if len(conditions) != len(parts):
-        raise ValueError(f"{len(parts)} validations on {len(conditions)} machines")
-    scored = tuple(row for part in parts for row in part.scored)
-    verdict = _claimed(
-        judge(scored),
-        min(part.conditions["repeats"] for part in parts),
-        min(part.conditions["decode_tokens"] for part in parts),
-    )
-    table = pd.concat([part.table for part in parts], ignore_index=True)
-    return Validation(
-        table, verdict, {"time": "; ".join(conditions), "machines": conditions}, scored
-    )
-
-
-def _claimed(verdict: Verdict, repeats: int, decode_tokens: int) -> Verdict:
-    """The verdict, or none where there are too few repeats or tokens."""
-    if repeats >= GATE_REPEATS and decode_tokens >= GATE_TOKENS:
-        return verdict
-    why = (
-        f"{repeats} repeats of {decode_tokens} tokens; gate G3 asks for "
-        f"{GATE_REPEATS} of {GATE_TOKENS} or more"
-    )
-    return replace(verdict, passed=None, reasons=(why,))
+    return Validation(pd.DataFrame(rows), conditions)
 
 
 def _keep(path: Path, repeat: int, settings: Settings, run: LiveRun) -> None:
@@ -221,11 +150,7 @@ def _keep(path: Path, repeat: int, settings: Settings, run: LiveRun) -> None:
         "overrun_share": run.overrun_share,
     }
     with path.open("a") as lines:
-        lines.write(json.dumps(line) + "\n")
-
-
-def _share(value: float) -> str:
-    return "unknown" if value != value else f"{value:.1%}"
+        lines.write(json.dumps(plain(line)) + "\n")
 
 
 def _priors(settings: Sequence[Settings], given: Trace | None) -> list[Trace | None]:
@@ -242,6 +167,7 @@ class _Recorded:
 
     trace: Trace
     events: Sequence[Event]
+    slots: Sequence[int]
 
     @property
     def records(self) -> list[StepRecord]:
@@ -271,9 +197,11 @@ def _record(
         device=machine.device,
         emulate=machine.profile,
         time_scale=None if machine.profile is None else 1.0,
+        host=machine.host,
         force=True,
     )
-    return _Recorded(read_trace(path, strict=True), read_call_log(call_log)[1])
+    header, events = read_call_log(call_log)
+    return _Recorded(read_trace(path, strict=True), events, header["slots"])
 
 
 def _compare(
@@ -283,17 +211,19 @@ def _compare(
     calibration: Calibration,
     model_dir: str | Path,
     prior: Trace | None,
-    constant: float,
-    line: tuple[float, float],
-    machine: str,
-) -> tuple[dict[str, Any], Scored]:
+) -> dict[str, Any]:
     shape, target = model_shape(model_dir, settings), charged_shape(model_dir, settings)
     policy = POLICIES[settings.policy]
     trigger, late = trigger_of(settings), settings.late or policy.default_late
+    planned_for = same_memory(calibration.profile, repeated[0].planned_for)
 
-    def fresh() -> Any:
-        return build_cache(settings, shape.n_layers, shape.n_neurons, prior=prior, shape=shape)
+    def fresh() -> NeuronCache:
+        return build_cache(
+            settings, shape.n_layers, shape.n_neurons, prior=prior, shape=shape,
+            profile=planned_for, context_len=longest_context(settings, own.trace),
+        )  # fmt: skip
 
+    _require_same_slots(settings, own.slots, fresh().capacity)
     costs = costs_of(settings, calibration.profile, target, fresh())
 
     predictions = None if own.trace.predicted_bits is None else Recorded()
@@ -316,24 +246,12 @@ def _compare(
     )
     ahead_or_stall = policy.admits != "never" and (trigger in ("attn_in", "attn_out", "serial")
                                                    or late == "stall")  # fmt: skip
-    score = Scored(
-        setting=label(settings),
-        live_s=live_s,
-        spread=(max(times) - min(times)) / live_s,
-        simulated_s=ours["tpot_s"],
-        constant_s=constant,
-        linear_s=line[0] + line[1] * ours["residual_per_token"],
-        ahead_or_stall=ahead_or_stall,
-        machine=machine,
-    )
     row: dict[str, Any] = {
         "setting": label(settings),
         "live_tok_s": 1 / live_s,
-        "live_spread": score.spread,
+        "live_spread": (max(times) - min(times)) / live_s,
         "simulated_tok_s": ours["tok_s"],
-        "error": score.simulated_s / live_s - 1,
-        "null_constant_tok_s": 1 / score.constant_s,
-        "null_linear_tok_s": 1 / score.linear_s,
+        "error": ours["tpot_s"] / live_s - 1,
         "uses_lookahead_or_stall": ahead_or_stall,
         "decode_tokens": int(live["n_decode"]),
         "overrun_share": max(run.overrun_share for run in repeated),
@@ -355,4 +273,36 @@ def _compare(
         fmean(r.act_busy_s for r in records if r.phase == "decode")
         for records in (timed.records, simulated)
     )
-    return row, score
+    return row
+
+
+def with_memory_of(machine: Machine, settings: Settings) -> Settings:
+    """The settings, and where they fill a GPU's memory, how much of it: what is free now.
+
+    A process's first run leaves less of it to the next ones, which have to get the same slots.
+    """
+    if machine.device != "cuda" or settings.slots != "vram" or settings.vram is not None:
+        return settings
+    free = this_machine("cuda").vram_bytes.value
+    return settings.with_overrides({"vram": f"{int(free) // 2**20}MiB"})
+
+
+def same_memory(profile: HardwareProfile, live: HardwareProfile | None) -> HardwareProfile:
+    """`profile`, with the memory of the machine that the live run's budget was planned for.
+
+    The calibration is of the same machine, but may say another memory: of another day, or --vram.
+    """
+    if live is None:
+        return profile
+    memory = {name: getattr(live, name) for name in ("vram_bytes", "vram_margin_bytes")}
+    return profile.model_copy(update=memory)
+
+
+def _require_same_slots(settings: Settings, recorded: Sequence[int], other: Sequence[int]) -> None:
+    """Another budget is another setting: nothing could be compared."""
+    if list(recorded) != list(other):
+        raise KairoxError(
+            f"{label(settings)}: the recorded run had {list(recorded)} slots per layer and its "
+            f"repetition or simulation has {list(other)}; give a number of slots, or the memory "
+            "(--vram)"
+        )

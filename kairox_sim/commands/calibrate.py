@@ -9,18 +9,25 @@ import typer
 
 from kairox_sim.commands.live_options import (
     CacheDir,
+    Dtype,
     HostNice,
     HostThreads,
     Numerics,
+    PredictorFile,
     Promotion,
+    Thresholds,
+    Weights,
     host_side,
 )
 from kairox_sim.commands.options import (
+    Gating,
     Json,
+    Link,
     ModelAs,
     exec_extra,
     print_json,
     progress,
+    settings_from,
     wide_console,
 )
 from kairox_sim.commands.record import Device, Emulate, Model, Threads, TimeScale
@@ -40,8 +47,26 @@ def calibrate(
     skip: Annotated[int, typer.Option(help="Tokens of the text to leave out first.")] = 0,
     device: Device = "auto",
     emulate: Emulate = None,
+    link: Link = None,
     model_as: ModelAs = None,
+    gating: Gating = None,
     numerics: Numerics = None,
+    weights: Weights = None,
+    dtype: Dtype = None,
+    predictor: Annotated[
+        str | None,
+        typer.Option(
+            help="lookahead, or rank with --predictor-file. [default: the file's, else lookahead]"
+        ),
+    ] = None,
+    predictor_file: PredictorFile = None,
+    thresholds: Thresholds = None,
+    vram: Annotated[
+        str | None,
+        typer.Option(
+            help="Device memory the profile says, such as 12GiB. [default: the machine's]"
+        ),
+    ] = None,
     time_scale: TimeScale = None,
     threads: Threads = None,
     host_threads: HostThreads = 1,
@@ -53,8 +78,8 @@ def calibrate(
     """Run a few settings, time every operation, and fit a profile to them.
 
     Writes the profile and, beside it, a .json with the fits and the runs, which `validate` reads.
-    It holds for the model (or --as), the numerics and the machine it was made with. Close other
-    programs first.
+    It holds for the model (or --as), the weights, dtype, numerics, gating, predictor and machine it
+    was made with, and for any policy and budget. Close other programs first.
 
     Example: kairox calibrate --model experiments/models/tiny-reglu
     --text experiments/prompts/prose.txt --device emulated --emulate emu-pc1 --as prosparse-7b
@@ -64,14 +89,16 @@ def calibrate(
         from kairox_exec.live import set_threads
         from kairox_exec.live_run import ForcedText, machine_for
         from kairox_exec.live_run import calibrate as run
-    from kairox_sim.settings import Settings
-
     require_place(out, "profile")
     require_place(out.with_suffix(".json"), "calibration runs")
     set_threads(threads or 1)
-    kind = Settings.of({} if numerics is None else {"numerics": numerics}).numerics
+    kind = settings_from(
+        model_as=model_as, gating=gating, numerics=numerics, weights=weights, dtype=dtype,
+        vram=vram, predictor_file=predictor_file, thresholds=thresholds,
+        set_keys=None if predictor is None else [f"predictor={predictor}"],
+    )  # fmt: skip
     machine = machine_for(
-        model, device, emulate=emulate, model_as=model_as, time_scale=time_scale, numerics=kind,
+        model, device, emulate=emulate, kind=kind, time_scale=time_scale, link=link,
         host=host_side(host_threads, host_nice, promotion, cache_dir),
     )  # fmt: skip
     with progress() as bar:
@@ -80,7 +107,7 @@ def calibrate(
             model,
             ForcedText([text], tokens=tokens, skip=skip),
             machine,
-            model_as=model_as,
+            kind=kind,
             on_run=lambda what, done, of: bar.update(
                 task, description=what, completed=done, total=of
             ),

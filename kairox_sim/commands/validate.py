@@ -24,6 +24,7 @@ from kairox_sim.commands.options import (
     Controller,
     Gating,
     Json,
+    Link,
     Policy,
     Prior,
     SetKeys,
@@ -35,12 +36,10 @@ from kairox_sim.commands.options import (
     wide_console,
 )
 from kairox_sim.commands.record import Device, Emulate, Model, Threads, TimeScale
-from kairox_sim.errors import KairoxError
 from kairox_sim.outputs import require_folder
 
 if TYPE_CHECKING:
     from kairox_exec.validation import Validation
-    from kairox_sim.settings import Settings
 
 
 def validate(
@@ -75,6 +74,7 @@ def validate(
     ] = None,
     device: Device = "auto",
     emulate: Emulate = None,
+    link: Link = None,
     time_scale: TimeScale = None,
     tokens: Annotated[int, typer.Option(help="Tokens fed, prefill included.")] = 160,
     skip: Annotated[int, typer.Option(help="Tokens of the text to leave out first.")] = 0,
@@ -91,14 +91,17 @@ def validate(
     """Run every setting live, simulate it on its own trace, and say how far the simulation was off.
 
     Options such as --policy are put over every settings file. Without --hardware it calibrates
-    first, on tokens after those it validates on. The report says whether decisions agreed (gates G1
-    and G2) and times did (G3), next to two models that know nothing of caches.
+    first, on tokens after those it validates on; with it, the calibration has to be of the same
+    model, weights, dtype, numerics, gating and predictor. The report says whether decisions agreed
+    (gates G1 and G2) and times did (G3), next to two models that know nothing of caches; settings
+    in which an emulated machine fell behind its pace are shown and not judged.
 
     Example: kairox validate --model experiments/models/tiny-reglu
     --text experiments/prompts/prose.txt --device emulated --emulate emu-pc1 --as prosparse-7b
     --settings best.toml other.toml -o report
     """
     with exec_extra():
+        from kairox_exec.as_run import all_as, kind_of, require_calibrated_as
         from kairox_exec.calibration import Calibration
         from kairox_exec.live import set_threads
         from kairox_exec.live_run import ForcedText, calibrate, machine_for
@@ -124,13 +127,13 @@ def validate(
         )
         for file in files or [None]
     ]
-    target = _one_model(chosen)
+    runs_as, kind = all_as(model, chosen), kind_of(chosen)
     require_folder(out, "report")
     set_threads(threads or 1)
-    host = host_side(host_threads, host_nice, promotion, cache_dir)
     machine = machine_for(
-        model, device, emulate=emulate, model_as=target, time_scale=time_scale, host=host
-    )
+        model, device, emulate=emulate, kind=kind, time_scale=time_scale, link=link,
+        host=host_side(host_threads, host_nice, promotion, cache_dir),
+    )  # fmt: skip
     fed = ForcedText([text], tokens=tokens, skip=skip)
     with progress() as bar:
         task = bar.add_task("calibrating", total=None)
@@ -140,14 +143,10 @@ def validate(
 
         if hardware is not None:
             calibration = Calibration.load(hardware)
+            require_calibrated_as(calibration.conditions, runs_as, machine.label)
         else:
             other = ForcedText([text], tokens=128, skip=skip + tokens)
-            calibration = calibrate(model, other, machine, model_as=target, on_run=show)
-        if calibration.conditions["time"] != machine.label:
-            raise KairoxError(
-                f"{hardware} was calibrated on {calibration.conditions['time']} and these runs are "
-                f"on {machine.label}; calibrate on the same machine, or leave out --hardware"
-            )
+            calibration = calibrate(model, other, machine, kind=kind, on_run=show)
         calibration.dump(out / "hw.toml")  # before what may be stopped
         result = run(
             model,
@@ -166,25 +165,17 @@ def validate(
     print_validation(result, out)
 
 
-def _one_model(chosen: list[Settings]) -> str | None:
-    targets = {settings.model_as for settings in chosen}
-    if len(targets) > 1:
-        names = ", ".join(sorted(map(str, targets)))
-        raise KairoxError(
-            f"the settings are for different models ({names}); give one with --as, which is put "
-            "over all of them"
-        )
-    return targets.pop()
-
-
 def print_validation(result: Validation, out: Path) -> None:
     """A row per setting, the verdict below."""
     from rich.table import Table
 
     table = Table(title="live against simulated", caption=f"{result.conditions['time']}")
-    for name in ("setting", "swept", "simulated", "live", "error", "hits", "MB/token", "G1, G2"):
+    columns = ("setting", "swept", "simulated", "live", "error", "overruns", "hits", "MB/token",
+               "G1, G2")  # fmt: skip
+    barred = set(result.barred.index)
+    for name in columns:
         table.add_column(name, justify="left" if name == "setting" else "right")
-    for row in result.table.to_dict(orient="records"):
+    for at, row in zip(result.table.index, result.table.to_dict(orient="records"), strict=True):
         differ = row["g1_differences"] + row["g2_differences"]
         table.add_row(
             row["setting"],
@@ -192,6 +183,7 @@ def print_validation(result: Validation, out: Path) -> None:
             _number(row["simulated_tok_s"]),
             f"{row['live_tok_s']:.2f} ({row['live_spread']:.1%})",
             f"{row['error']:+.1%}",
+            _share(row["overrun_share"]) + (" barred" if at in barred else ""),
             f"{row['live_hit_on_time']:.3f}, {row['simulated_hit_on_time']:.3f}",
             f"{row['live_h2d_bytes_per_token'] / 1e6:.2f}, "
             f"{row['simulated_h2d_bytes_per_token'] / 1e6:.2f}",
@@ -200,8 +192,9 @@ def print_validation(result: Validation, out: Path) -> None:
     console = wide_console()
     console.print(table)
     console.print(
-        "tok/s, of live runs with their spread; error is of the simulated time per token; hits on "
-        "time and MB moved per token: live, simulated."
+        "tok/s, of live runs with their spread; error is of the simulated time per token; overruns "
+        "are the worst repeat's share of ops that took longer than the emulated machine allows; "
+        "hits on time and MB moved per token: live, simulated."
     )
     _print_queues(result)
     for line in result.said():
@@ -217,7 +210,7 @@ def _print_queues(result: Validation) -> None:
     table = Table(title="where the error comes from", caption="shares of the live time per token")
     for name in ("queue", "live", "median error", "worst error", "of setting", "of itself"):
         table.add_column(name, justify="left" if name in ("queue", "of setting") else "right")
-    for row in queue_errors(result.table):
+    for row in queue_errors(result.clean):
         shares = (row.live_share, row.median_error, row.worst_error)
         table.add_row(
             row.means,

@@ -21,8 +21,10 @@ from kairox_sim.costs import CostModel, costs_for
 from kairox_sim.errors import KairoxError
 from kairox_sim.hardware import HardwareProfile, load_profile
 from kairox_sim.model import find_shape
+from kairox_sim.settings import Settings
 
 TARGET = "prosparse-7b"
+KIND = Settings(model_as=TARGET)
 N = 1  # decode token
 
 
@@ -98,7 +100,7 @@ def test_the_fit_follows_every_pacing_constant(
     """Every op that makes up 5 % of a step is paced 30 % up or down; the fit follows within 5 %."""
     set_threads(1)
     base = machine_for(
-        tiny_reglu_dir, "emulated", emulate="emu-pc1", model_as=TARGET, time_scale=8
+        tiny_reglu_dir, "emulated", emulate="emu-pc1", kind=KIND, time_scale=8
     ).profile
     assert base is not None
     paced = op_seconds(costs_on(base))
@@ -124,7 +126,7 @@ def test_the_fit_follows_every_pacing_constant(
             profile = profile.model_copy(update={name: entry.model_copy(update=slower)})
         machine = Machine("emulated", profile)
         try:
-            calibration = calibrate(tiny_reglu_dir, text, machine, model_as=TARGET)
+            calibration = calibrate(tiny_reglu_dir, text, machine, kind=KIND)
         except PaceError as error:
             pytest.skip(f"this machine is too busy to emulate another: {error}")
         fitted, asked = op_seconds(costs_on(calibration.profile)), op_seconds(costs_on(profile))

@@ -27,7 +27,12 @@ RUNS = (
     {"seconds_per_token": 0.02, "residual_per_token": 100.0},
     {"seconds_per_token": 0.04, "residual_per_token": 500.0},
 )
-CALIBRATION = Calibration(load_profile("pc1"), (), RUNS, {"time": CPU.label})
+AS_RUN = {
+    "model": "tiny-reglu", "numerics": "fast", "weights": "float32", "dtype": "float32",
+    "gating": "exact", "predictor": "lookahead",
+}  # fmt: skip
+CONDITIONS = {"time": CPU.label, "as_run": AS_RUN}
+CALIBRATION = Calibration(load_profile("pc1"), (), RUNS, CONDITIONS)
 
 
 def _text(prompts_dir: Path) -> ForcedText:
