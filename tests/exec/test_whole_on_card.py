@@ -5,6 +5,7 @@ computed by other kernels there than on the CPU, so bits are compared between ru
 """
 
 import copy
+import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,11 +18,14 @@ import torch
 from kairox_exec import live, live_device
 from kairox_exec.cuda import CudaDevice
 from kairox_exec.generation import generate
+from kairox_exec.kernels import torch_ref
 from kairox_exec.live import HostSide, device_for, start
+from kairox_exec.live_run import ForcedText, calibrate, machine_for
 from kairox_exec.loading import load_bundled
 from kairox_exec.recording import record
 from kairox_exec.runner import run_bundles
 from kairox_exec.score import score
+from kairox_exec.validation import validate
 from kairox_sim.cache import NeuronCache
 from kairox_sim.controllers import Fixed
 from kairox_sim.errors import KairoxError
@@ -189,3 +193,20 @@ def test_families(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str) ->
             found.append([runner.logits.cpu() for _ in runner.run([tokens], prefill=6)])
             runner.finish()
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.slow
+def test_calibrated_and_validated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Its times say nothing here; what was decided, and where swaps landed, do."""
+    monkeypatch.setattr(live, "_kernels", lambda *_: (torch_ref, torch_ref))
+    text = ForcedText([TEXT], tokens=9, prefill=4, window=9)
+    settings = [Settings(policy="tam", slots=150), Settings(policy="lfu", slots=90, late="stall")]
+    with card(monkeypatch):
+        machine = machine_for(MODEL, "cuda")
+        calibration = calibrate(MODEL, text, machine)
+        other = dataclasses.replace(text, skip=600)
+        result = validate(MODEL, settings, other, calibration, machine, tmp_path, repeats=1)
+    assert machine.label == "measured on this machine's GPU"
+    assert not calibration.profile.decide_blocks_gpu
+    assert list(result.table["g1_differences"]) == list(result.table["g2_differences"]) == [0, 0]
+    assert (result.table["g1_swaps"] > 0).all()
