@@ -64,7 +64,7 @@ class EmulatedDevice:
         self._pool = pool or HostPool()
         self._stuck_after_s = stuck_after_s
         self._gave_up = False  # a lane is stuck: do not wait for it again
-        self.costs = costs
+        self.where, self.costs = torch.device("cpu"), costs
         self.profile: HardwareProfile | None = None
         self.ops: list[Op] = []
         self.n_ops = self.n_overruns = 0
@@ -110,8 +110,6 @@ class EmulatedDevice:
                 if self._slack_before is not None:
                     set_timer_slack(self._slack_before)
                     self._slack_before = None
-
-    where = torch.device("cpu")
 
     @property
     def host_threads(self) -> int:
