@@ -17,7 +17,7 @@ import shutil
 import sys
 import time
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from kairox_exec.checkpoint import model_sha256, weight_files
+from kairox_exec.checkpoint import Progress, count_bytes, model_sha256, weight_files
 from kairox_exec.families import Family
 from kairox_exec.ffn_spec import FfnSpec
 from kairox_exec.formats import storage_dtype
@@ -95,7 +95,7 @@ def default_folder() -> Path:
     return base / "kairox" / "bundles"
 
 
-def sha256_of(model_dir: str | Path, folder: Path) -> str:
+def sha256_of(model_dir: str | Path, folder: Path, tell: Progress | None = None) -> str:
     """`model_sha256`, remembered in `folder` while names, sizes and times of the files stay."""
     directory = Path(model_dir).resolve()
     stamps = [[p.name, (s := p.stat()).st_size, s.st_mtime_ns] for p in weight_files(directory)]
@@ -105,16 +105,16 @@ def sha256_of(model_dir: str | Path, folder: Path) -> str:
         known = json.loads(memo.read_text("utf-8"))
         if known["files"] == stamps and known["directory"] == str(directory):
             return str(known["sha256"])
-    digest = model_sha256(directory)
+    digest = model_sha256(directory, tell)
     content = {"directory": str(directory), "files": stamps, "sha256": digest}
     with suppress(OSError):  # the next start hashes again
         folder.mkdir(parents=True, exist_ok=True)
-        _replace(memo, [json.dumps(content).encode()])
+        _replace(memo, [json.dumps(content).encode()], lambda n_bytes: None)
     return digest
 
 
 def read(
-    folder: Path, key: Key, family: Family, specs: Sequence[FfnSpec]
+    folder: Path, key: Key, family: Family, specs: Sequence[FfnSpec], tell: Progress | None = None
 ) -> list[NeuronBundles] | None:
     """The bundles of `key`, mapped; None where there are none. specs: one a layer.
 
@@ -125,7 +125,7 @@ def read(
     if not path.is_file():
         return None
     try:
-        tensors = _map(path, key)
+        tensors = _map(path, key, tell)
         return [
             _layer(tensors, layer, key.gating, family, spec) for layer, spec in enumerate(specs)
         ]
@@ -136,18 +136,24 @@ def read(
         return None
 
 
-def write(folder: Path, key: Key, bundles: Sequence[NeuronBundles], model: str) -> str:
+def write(
+    folder: Path,
+    key: Key,
+    bundles: Sequence[NeuronBundles],
+    model: str,
+    tell: Progress | None = None,
+) -> str:
     """Keep the bundles. Returns "", or why they were not kept, which has been warned of."""
     path = folder / key.file_name
     tensors = dict(_tensors_of(bundles))
-    header, n_bytes = _header(tensors, key, model)
+    header, n_bytes = _header(tensors, key, model, tell)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         _remove_parts(folder)
         free = shutil.disk_usage(folder).free
         if n_bytes > free:
             raise OSError(f"{n_bytes / 1e9:.2f} GB are needed and {free / 1e9:.2f} GB are free")
-        _replace(path, _pieces(header, tensors))
+        _replace(path, _pieces(header, tensors), count_bytes(tell, "keeping bundles", n_bytes))
     except OSError as error:
         why = f"bundles are not kept in {folder}: {error.strerror or error}"
         warnings.warn(
@@ -268,7 +274,9 @@ def _layer(
     )
 
 
-def _header(tensors: Mapping[str, torch.Tensor], key: Key, model: str) -> tuple[bytes, int]:
+def _header(
+    tensors: Mapping[str, torch.Tensor], key: Key, model: str, tell: Progress | None
+) -> tuple[bytes, int]:
     """The header, filled up to whole pages, and the bytes of the file."""
     places: dict[str, Any] = {}
     at = 0
@@ -282,7 +290,8 @@ def _header(tensors: Mapping[str, torch.Tensor], key: Key, model: str) -> tuple[
             places[f"pad.{name}"] = {
                 "dtype": "U8", "shape": [at - end], "data_offsets": [end, at],
             }  # fmt: skip
-    said = {"key": asdict(key), "model": model, "checksum": _checksum(places, key, tensors)}
+    checksum = _checksum(places, key, tensors, tell, "summing bundles")
+    said = {"key": asdict(key), "model": model, "checksum": checksum}
     text = json.dumps({"__metadata__": {"kairox": json.dumps(said)}, **places}).encode()
     whole = -(-(8 + len(text)) // _PAGE) * _PAGE
     return (whole - 8).to_bytes(8, "little") + text.ljust(whole - 8), whole + at
@@ -311,7 +320,7 @@ def _size(places: Mapping[str, Any], start: int) -> int:
     return int(start + max(place["data_offsets"][1] for place in places.values()))
 
 
-def _map(path: Path, key: Key) -> dict[str, torch.Tensor]:
+def _map(path: Path, key: Key, tell: Progress | None) -> dict[str, torch.Tensor]:
     places, said, start = _open(path)
     if said["key"] != asdict(key):
         raise ValueError("it is of something else than its name says")
@@ -327,25 +336,34 @@ def _map(path: Path, key: Key) -> dict[str, torch.Tensor]:
         for name, place in places.items()
         if not name.startswith("pad.")
     }
-    if _checksum(places, key, tensors) != said["checksum"]:
+    if _checksum(places, key, tensors, tell, "checking kept bundles") != said["checksum"]:
         raise ValueError("its bytes have changed")
     return tensors
 
 
-def _checksum(places: Mapping[str, Any], key: Key, tensors: Mapping[str, torch.Tensor]) -> str:
+def _checksum(
+    places: Mapping[str, Any],
+    key: Key,
+    tensors: Mapping[str, torch.Tensor],
+    tell: Progress | None,
+    what: str,
+) -> str:
     """SHA-256 over what is said of the tensors and the sums of their pages.
 
     A page's sum is of its 8-byte words, modulo 2^64: any one changed word changes it, at the speed
     of memory, where a hash of all bytes would take longer than making the bundles.
     """
     digest = hashlib.sha256(json.dumps([places, asdict(key)], sort_keys=True).encode())
+    add = count_bytes(tell, what, sum(t.numel() * t.element_size() for t in tensors.values()))
     for tensor in tensors.values():
         data = _bytes_of(tensor)
         whole = data.numel() // _PAGE * _PAGE
         for start in range(0, whole, _AT_ONCE):
             words = data[start : min(start + _AT_ONCE, whole)].view(torch.int64)
             digest.update(words.view(-1, _PAGE // 8).sum(dim=1).numpy().data)
+            add(words.numel() * 8)
         digest.update(data[whole:].numpy().data)
+        add(data.numel() - whole)
     return digest.hexdigest()
 
 
@@ -353,13 +371,13 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.reshape(-1).view(torch.uint8)
 
 
-def _replace(path: Path, pieces: Iterable[Any]) -> None:
+def _replace(path: Path, pieces: Iterable[Any], add: Callable[[int], None]) -> None:
     """Write beside it and rename: what has the name is whole, whoever else writes it."""
     handle, part = mkstemp(dir=path.parent, prefix=path.name + ".", suffix=_PART)
     try:
         with os.fdopen(handle, "wb") as file:
             for piece in pieces:
-                file.write(piece)
+                add(file.write(piece))
         Path(part).replace(path)
     except BaseException:
         with suppress(OSError):

@@ -9,11 +9,11 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import torch
 
@@ -25,6 +25,11 @@ FLOATS = ("F64", "F32", "F16", "BF16")
 _SHARD = re.compile(r"(?P<stem>.+)-(?P<part>\d+)-of-(?P<of>\d+)\.safetensors")
 _AGAIN = "download or copy the file again"
 _LARGEST_HEADER = 100_000_000  # safetensors' own limit
+_MB = 10**6
+T = TypeVar("T")
+
+Progress = Callable[[str, int, int], None]
+"""(what is being done and in which unit, how far, of how many): each from 0 to all, one by one"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,14 +110,40 @@ def weight_files(model_dir: str | Path) -> list[Path]:
     return files
 
 
-def model_sha256(model_dir: str | Path) -> str:
+def model_sha256(model_dir: str | Path, tell: Progress | None = None) -> str:
     """SHA-256 over the bytes of the safetensors files in name order (one file: its sha256sum)."""
-    digest = hashlib.sha256()
-    for path in weight_files(model_dir):
+    digest, files = hashlib.sha256(), weight_files(model_dir)
+    add = count_bytes(tell, "hashing the weights", sum(path.stat().st_size for path in files))
+    for path in files:
         with path.open("rb") as file:
             while block := file.read(1 << 20):
                 digest.update(block)
+                add(len(block))
     return digest.hexdigest()
+
+
+def count_bytes(tell: Progress | None, what: str, n_bytes: int) -> Callable[[int], None]:
+    """A function that is given bytes as they are done, and tells of them in MB."""
+    done = 0
+
+    def add(n: int) -> None:
+        nonlocal done
+        done += n
+        if tell is not None:
+            tell(f"{what}, MB", done // _MB, n_bytes // _MB)
+
+    add(0)
+    return add
+
+
+def told(items: Sequence[T], tell: Progress | None, what: str) -> Iterator[T]:
+    """The items; how many of them are done is told."""
+    for n, item in enumerate(items):
+        if tell is not None:
+            tell(what, n, len(items))
+        yield item
+    if tell is not None:
+        tell(what, len(items), len(items))
 
 
 def open_checkpoint(model_dir: str | Path) -> Checkpoint:

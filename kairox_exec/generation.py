@@ -100,7 +100,8 @@ def generate(
     ) as machine:
         runner = start(
             model_dir, chosen, machine, prior=prior, kernels=kernels,
-            context_len=len(ids) + max_new_tokens, cache_dir=host.cache_dir,
+            context_len=len(ids) + max_new_tokens,
+            cache_dir=host.cache_dir, on_load=host.on_load, on_loaded=host.on_loaded,
         )  # fmt: skip
         check_vocabulary(tokenizer, int(runner.config.vocab_size))
         try:

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import torch
 
+from kairox_exec.checkpoint import Progress
 from kairox_exec.device import Device
 from kairox_exec.kernels import Kernels, torch_ref
 from kairox_exec.layer_step import LayerStep
@@ -73,20 +74,24 @@ def start(
     audit: bool = False,
     context_len: int | None = None,
     cache_dir: str | Path | None = None,
+    on_load: Progress | None = None,
+    on_loaded: Callable[[str], None] | None = None,
 ) -> Runner:
     """Load a model, put hybrid FFNs in, and compile what will be timed.
 
     prior: instead of the one `settings` name. journal: told every call of the cache, see calllog.
     always_predict: predict even if the policy never plans, so that a recorder sees what it says.
     audit: of `run_bundles`. context_len: tokens of the longest sequence to come, for a budget that
-    is what fits; the model's longest by default. cache_dir: of `load_bundled`.
+    is what fits; the model's longest by default. cache_dir: of `load_bundled`, as
+    on_load, which is also told of hashing and compiling. on_loaded: told where the bundles of a
+    large model came from.
     """
     _require_built(settings)
     shape = model_shape(model_dir, settings)
     learnt_from = load_prior(settings, prior)
     if learnt_from is not None:
         learnt_from.header.check_model(
-            model_sha256=model_sha256(model_dir),
+            model_sha256=model_sha256(model_dir, on_load),
             n_layers=shape.n_layers,
             n_neurons=shape.n_neurons,
         )
@@ -94,7 +99,7 @@ def start(
     if predictor_of(settings) == "rank" and settings.predictor_file is not None:
         learnt = load_predictor(
             settings.predictor_file,
-            model_sha256=model_sha256(model_dir),
+            model_sha256=model_sha256(model_dir, on_load),
             n_layers=shape.n_layers,
             n_neurons=shape.n_neurons,
         )
@@ -105,8 +110,10 @@ def start(
     loaded = load_bundled(
         model_dir, gating=settings.gating, fmt=settings.weights or settings.dtype,
         numerics=settings.numerics, dtype=settings.dtype, thresholds=thresholds,
-        cache_dir=cache_dir,
+        cache_dir=cache_dir, on_progress=on_load,
     )  # fmt: skip
+    if on_loaded is not None and loaded.notice:
+        on_loaded(loaded.notice)
     cache = build_cache(
         settings, shape.n_layers, shape.n_neurons,
         prior=learnt_from, shape=shape, profile=device.profile, journal=journal,
@@ -129,9 +136,13 @@ def start(
         device_kernels=on_device,
         on_layer=on_layer,
     )
+    if on_load is not None:
+        on_load("compiling kernels", 0, 1)
     warm_up(runner, host)
     if on_device is not host:
         warm_up(runner, on_device, device.where)
+    if on_load is not None:
+        on_load("compiling kernels", 1, 1)
     return runner
 
 
@@ -157,8 +168,9 @@ def load(
     )
     try:
         return start(
-            model_dir, chosen, built, prior=prior, kernels=kernels, cache_dir=host.cache_dir
-        )
+            model_dir, chosen, built, prior=prior, kernels=kernels,
+            cache_dir=host.cache_dir, on_load=host.on_load, on_loaded=host.on_loaded,
+        )  # fmt: skip
     except BaseException:
         built.close()
         raise

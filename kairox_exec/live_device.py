@@ -7,6 +7,7 @@ The device outlives the Runner and is closed by whoever built it.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,6 +15,7 @@ from pathlib import Path
 import psutil
 import torch
 
+from kairox_exec.checkpoint import Progress
 from kairox_exec.cuda import CudaDevice
 from kairox_exec.emulated import EmulatedDevice
 from kairox_exec.host_pool import HostPool
@@ -47,12 +49,15 @@ class HostSide:
     """What the host does beside the device, and how.
 
     pool: the threads that compute residual neurons. promotion: how a CUDA device is given rows,
-    see `promote`. cache_dir: where bundles are kept, see `load_bundled`.
+    see `promote`. cache_dir: where bundles are kept, see `load_bundled`. on_load, on_loaded: told
+    how far loading is, and then where a large model's bundles came from.
     """
 
     pool: HostPool = field(default_factory=HostPool)
     promotion: str = "auto"
     cache_dir: str | Path | None = None
+    on_load: Progress | None = None
+    on_loaded: Callable[[str], None] | None = None
 
 
 ONE_THREAD = HostSide()  # of the usual priority

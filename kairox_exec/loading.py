@@ -13,7 +13,7 @@ from torch import nn
 
 from kairox_exec import bundle_cache
 from kairox_exec.activations import BUILT_WITH, use_rule
-from kairox_exec.checkpoint import Checkpoint, model_sha256, open_checkpoint
+from kairox_exec.checkpoint import Checkpoint, Progress, model_sha256, open_checkpoint, told
 from kairox_exec.families import Family, Rule, decoder_layers, family_of, rule_of
 from kairox_exec.ffn_spec import FfnSpec, Numerics
 from kairox_exec.formats import Format, row_bytes
@@ -150,8 +150,24 @@ class Loaded:
     config: Any
     family: Family
     bundles: list[NeuronBundles]
+    n_bytes: int  # of the bundles, without biases
     from_cache: bool
+    kept: bool  # in the cache, now
     cache: str  # the folder that bundles are kept in, or why they are not
+
+    @property
+    def notice(self) -> str:
+        """A line on where the bundles of a large model came from, and whether they are kept."""
+        if self.n_bytes < WORTH_KEEPING_BYTES:
+            return ""
+        rows = f"FFN rows, {self.n_bytes / 1e9:.2f} GB, are"
+        if self.from_cache:
+            return f"{rows} mapped from {self.cache}"
+        if self.kept:
+            return f"{rows} kept in {self.cache} for the next start; see `kairox bundles`"
+        if self.cache == "off":
+            return f"{rows} made at every start, since none are to be kept (off)"
+        return ""  # why not has been warned of
 
 
 def load_bundled(
@@ -164,12 +180,14 @@ def load_bundled(
     fatrelu_threshold: float | None = None,
     thresholds: Sequence[float] | None = None,
     cache_dir: str | Path | None = None,
+    on_progress: Progress | None = None,
 ) -> Loaded:
     """A model directory with its FFN rows as bundles of `fmt`, all else in `dtype`.
 
     Rows come from the files as they are stored, layer by layer: at no time are there two copies of
     the model, nor a second copy of an FFN beyond one layer. cache_dir: where bundles are kept, the
-    platform's cache by default (for bundles of 256 MB and more); "off" keeps none.
+    platform's cache by default (for bundles of 256 MB and more); "off" keeps none. on_progress:
+    told what is being done, which takes seconds for a large model.
     """
     directory = Path(model_dir)
     raw = read_config(directory)
@@ -195,24 +213,30 @@ def load_bundled(
         bundles = key = None
         if folder is not None:
             key = bundle_cache.Key(
-                model_sha256=bundle_cache.sha256_of(directory, folder), gating=gating, fmt=fmt,
+                model_sha256=bundle_cache.sha256_of(directory, folder, on_progress),
+                gating=gating, fmt=fmt,
                 n_layers=len(layers), n_neurons=n_neurons, d_model=d_model,
             )  # fmt: skip
-            bundles = bundle_cache.read(folder, key, family, specs)
+            bundles = bundle_cache.read(folder, key, family, specs, on_progress)
         from_cache = bundles is not None
         if bundles is None:
+            bundles = []
             bundles = [
                 bundle_weights(
-                    _read_ffn(checkpoint, model, in_files, names), family,
-                    layer=layer, gating=gating, threshold=spec.threshold,
-                    activation=spec.activation, fmt=fmt, numerics=numerics,
+                    _read_ffn(checkpoint, model, in_files, ours[layer]), family,
+                    layer=layer, gating=gating, threshold=specs[layer].threshold,
+                    activation=rule.activation, fmt=fmt, numerics=numerics,
                 )
-                for layer, (names, spec) in enumerate(zip(ours, specs, strict=True))
+                for layer in told(range(len(layers)), on_progress, "making bundles, layers")
             ]  # fmt: skip
             if folder is not None and key is not None:
-                why_not = bundle_cache.write(folder, key, bundles, directory.resolve().name)
-        fill(model, checkpoint, in_files, groups, left)
-    return Loaded(model, config, family, bundles, from_cache, why_not or str(folder))
+                name = directory.resolve().name
+                why_not = bundle_cache.write(folder, key, bundles, name, on_progress)
+        fill(model, checkpoint, in_files, groups, left, on_progress)
+    return Loaded(
+        model, config, family, bundles, n_bytes,
+        from_cache=from_cache, kept=not why_not, cache=why_not or str(folder),
+    )  # fmt: skip
 
 
 def _ffn_names(family: Family, n_layers: int) -> list[dict[str, str]]:

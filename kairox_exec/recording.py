@@ -143,7 +143,7 @@ def record(
         runner = start(
             model_dir, chosen, machine, prior=learnt_from, kernels=kernels, always_predict=predicts,
             context_len=max(len(feed.tokens) + feed.new_tokens for feed in feeds),
-            cache_dir=host.cache_dir,
+            cache_dir=host.cache_dir, on_load=host.on_load, on_loaded=host.on_loaded,
         )  # fmt: skip
         require_context(runner.config, feeds)
         header = _header(runner, model_dir, chosen, tokenizer, feeds, hardware)

@@ -66,7 +66,10 @@ class Score:
 
     @property
     def perplexity(self) -> float:
-        return math.exp(self.nats_per_token)
+        try:
+            return math.exp(self.nats_per_token)
+        except OverflowError:
+            return math.inf
 
 
 class Tally:
@@ -173,7 +176,7 @@ def score(
     ) as machine:
         runner = start(
             model_dir, chosen, machine, prior=prior, kernels=kernels, context_len=window,
-            cache_dir=host.cache_dir,
+            cache_dir=host.cache_dir, on_load=host.on_load, on_loaded=host.on_loaded,
         )  # fmt: skip
         check_vocabulary(tokenizer, int(runner.config.vocab_size))
         with runner:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from kairox_exec.checkpoint import FLOATS, Checkpoint, require_finite
+from kairox_exec.checkpoint import FLOATS, Checkpoint, Progress, require_finite, told
 from kairox_exec.families import Family, decoder_layers
 from kairox_sim.errors import KairoxError
 
@@ -106,10 +106,11 @@ def fill(
     in_files: dict[str, str],
     groups: list[list[str]],
     leave: frozenset[str] = frozenset(),
+    tell: Progress | None = None,
 ) -> None:
     """Give the model its weights, in its own dtype and memory, but for those named in `leave`."""
     tensors = model.state_dict(keep_vars=True)
-    for names in groups:
+    for names in told(groups, tell, "reading the rest, tensors"):
         if leave.issuperset(names):
             continue
         stored = [in_files[name] for name in names if in_files[name] in checkpoint.entries]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -20,6 +21,7 @@ from kairox_sim.commands.live_options import (
     Vram,
     Weights,
     host_side,
+    loading_bar,
 )
 from kairox_sim.commands.options import (
     Controller,
@@ -35,6 +37,7 @@ from kairox_sim.commands.options import (
     exec_extra,
     print_json,
     print_warnings,
+    progress,
     settings_from,
 )
 from kairox_sim.commands.record import (
@@ -120,21 +123,30 @@ def generate(
         set_keys=set_keys,
     )
     set_threads(threads)
-    done = run(
-        model,
-        _prompt(prompt, prompt_file),
-        chosen,
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        seed=seed,
-        device=device,
-        emulate=emulate,
-        time_scale=time_scale,
-        link=link,
-        host=host_side(host_threads, host_nice, promotion, cache_dir),
-        on_text=(lambda piece: None) if as_json else _show,
-    )
+    with ExitStack() as stack:
+        bar = stack.enter_context(progress())
+        on_load = loading_bar(bar, bar.add_task("loading", total=None))
+
+        def show(piece: str) -> None:
+            stack.close()  # text and a bar cannot be on one terminal
+            if not as_json:
+                _show(piece)
+
+        done = run(
+            model,
+            _prompt(prompt, prompt_file),
+            chosen,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_p=top_p,
+            seed=seed,
+            device=device,
+            emulate=emulate,
+            time_scale=time_scale,
+            link=link,
+            host=host_side(host_threads, host_nice, promotion, cache_dir, on_load),
+            on_text=show,
+        )
     if as_json:
         print_json(
             {
@@ -161,11 +173,10 @@ def _prompt(prompt: str | None, prompt_file: Path | None) -> str:
     if prompt is not None:
         text = prompt
     else:
+        from kairox_exec.text import read_text
+
         assert prompt_file is not None
-        try:
-            text = prompt_file.read_bytes().decode("utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise KairoxError(f"cannot read the prompt {str(prompt_file)!r}: {error}") from error
+        text, _ = read_text(prompt_file)
     if not text:
         raise KairoxError("the prompt is empty; give a text to write on from")
     return text

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kairox_sim.commands.options import say
+
 if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
     from kairox_exec.live_device import HostSide
 
 Numerics = Annotated[
@@ -62,10 +67,31 @@ CacheDir = Annotated[
 ]
 
 
-def host_side(threads: int, nice: int, promotion: str, cache_dir: Path | None) -> HostSide:
-    """What these options say, for the executor."""
+OnLoad = Callable[[str, int, int], None]
+
+
+def host_side(
+    threads: int,
+    nice: int,
+    promotion: str,
+    cache_dir: Path | None,
+    on_load: OnLoad | None = None,
+) -> HostSide:
+    """What these options say, for the executor. on_load: see `loading_bar`."""
     from kairox_exec.host_pool import HostPool
     from kairox_exec.live_device import HostSide
 
     where = "off" if cache_dir == Path("off") else cache_dir
-    return HostSide(HostPool(threads, nice), promotion, where)
+    return HostSide(HostPool(threads, nice), promotion, where, on_load, say)
+
+
+def loading_bar(bar: Progress, task: TaskID) -> OnLoad:
+    """Shows on a bar's task how far the loading of a model is, one thing after another."""
+
+    def show(what: str, done: int, of: int) -> None:
+        if done == 0:  # another thing, whose time is not that of the one before it
+            bar.reset(task, total=of, description=what)
+        else:
+            bar.update(task, completed=done)
+
+    return show

@@ -22,6 +22,7 @@ from kairox_sim.commands.live_options import (
     Vram,
     Weights,
     host_side,
+    loading_bar,
 )
 from kairox_sim.commands.options import (
     Controller,
@@ -202,6 +203,12 @@ def record(
     try:
         with progress() as bar:
             task = bar.add_task("recording", total=None)
+            if "host" in how:
+                how["host"] = dataclasses.replace(how["host"], on_load=loading_bar(bar, task))
+
+            def show(done: int, of: int) -> None:
+                bar.update(task, description="recording", completed=done, total=of)
+
             path = record_run(
                 model,
                 texts,
@@ -218,7 +225,7 @@ def record(
                 device=device,
                 force=force,
                 **how,
-                progress=lambda done, of: bar.update(task, completed=done, total=of),
+                progress=show,
             )
     except KeyboardInterrupt as stop:
         say(f"kairox: {stop}")

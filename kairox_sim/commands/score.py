@@ -20,6 +20,7 @@ from kairox_sim.commands.live_options import (
     Vram,
     Weights,
     host_side,
+    loading_bar,
 )
 from kairox_sim.commands.options import (
     Controller,
@@ -137,7 +138,7 @@ def score(
         task = bar.add_task("scoring", total=None)
 
         def show(done: int, of: int) -> None:
-            bar.update(task, completed=done, total=of)
+            bar.update(task, description="scoring", completed=done, total=of)
 
         if dense:
             result = score_dense(model, files, **cut, settings=chosen, progress=show)
@@ -152,7 +153,9 @@ def score(
                 emulate=emulate,
                 link=link,
                 time_scale=time_scale,
-                host=host_side(host_threads, host_nice, promotion, cache_dir),
+                host=host_side(
+                    host_threads, host_nice, promotion, cache_dir, loading_bar(bar, task)
+                ),
                 progress=show,
             )
     if as_json:
