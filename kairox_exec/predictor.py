@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -22,6 +23,21 @@ from kairox_exec.gating import OnDevice
 from kairox_exec.kernels import torch_ref
 from kairox_exec.kernels.screening import Screen
 from kairox_exec.weights import NeuronBundles
+
+
+class Learnt(Protocol):
+    """A predictor that was trained: `mlp_predictor`."""
+
+    @property
+    def trigger(self) -> str:
+        """When it must be asked: attn_out or attn_in."""
+        ...
+
+    def predict(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden [..., d_model], of the layer before -> bool [n_tokens, n_neurons]"""
+        ...
+
+    def to(self, device: torch.device) -> Learnt: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import isnan, nan
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -29,7 +30,7 @@ from kairox_exec.kernels import Kernels, torch_ref
 from kairox_exec.layer_step import LayerStep, StepInfo
 from kairox_exec.loading import load_dense
 from kairox_exec.oplog import NS, Op, busy_s
-from kairox_exec.predictor import LayerGate, ffn_norms, gates_on, predict
+from kairox_exec.predictor import LayerGate, Learnt, ffn_norms, gates_on, predict
 from kairox_exec.sampling import Choose, greedy
 from kairox_exec.weights import NeuronBundles, bundle_model
 from kairox_sim.cache import NeuronCache
@@ -47,21 +48,6 @@ class Ending:
 
     unused_yet: int  # resident, and never met a first use
     cancelled: int  # in flight
-
-
-class Learnt(Protocol):
-    """A predictor that was trained: `mlp_predictor`."""
-
-    @property
-    def trigger(self) -> str:
-        """When it must be asked: attn_out or attn_in."""
-        ...
-
-    def predict(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden [..., d_model], of the layer before -> bool [n_tokens, n_neurons]"""
-        ...
-
-    def to(self, device: torch.device) -> Learnt: ...
 
 
 def load(
@@ -168,7 +154,8 @@ def run_bundles(
             f"{pipeline.look!r}; set trigger to {learnt.trigger!r}, or train another"
         )
     pipeline.install(model, family)
-    model.to(device.where)
+    with _enough_memory("the rest of the model beside its resident neurons"):
+        model.to(device.where)
     return Runner(model, config, pipeline)
 
 
@@ -304,7 +291,8 @@ class Runner:
         read = "threshold_scale" in self.cache.policy.knobs
         began_ns = self.pipeline.start_step(step)
         ids = torch.from_numpy(step.tokens.astype(np.int64))[None].to(self._where)
-        out = self.model(input_ids=ids, use_cache=True, logits_to_keep=1, **{self._kv_name: kv})
+        with _enough_memory(f"a step of {step.n_tokens} tokens at a context of {step.context_len}"):
+            out = self.model(input_ids=ids, use_cache=True, logits_to_keep=1, **{self._kv_name: kv})
         self.logits = out.logits[0, -1]
         token = None if choose is None else choose(self.logits.cpu())
         ended_ns = self.pipeline.end_step()
@@ -383,6 +371,18 @@ class Runner:
         if tokens.size > longest:
             raise KairoxError(f"{tokens.size} tokens; the model's context holds {longest}")
         return tokens
+
+
+@contextmanager
+def _enough_memory(what: str) -> Iterator[None]:
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise KairoxError(
+            f"the device has no memory left for {what}; give fewer --slots or a smaller --vram, "
+            "smaller chunks of the prompt (--set prefill_chunk=16), or end what else uses the "
+            "device"
+        ) from error
 
 
 def _chunks(tokens: NDArray[np.int32], size: int) -> list[NDArray[np.int32]]:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import LlamaForCausalLM
 
 from kairox_exec import live, live_device
 from kairox_exec.cuda import CudaDevice
@@ -210,3 +211,20 @@ def test_calibrated_and_validated(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     assert not calibration.profile.decide_blocks_gpu
     assert list(result.table["g1_differences"]) == list(result.table["g2_differences"]) == [0, 0]
     assert (result.table["g1_swaps"] > 0).all()
+
+
+@pytest.mark.parametrize(
+    ("fails", "says"),
+    [("to", "the rest of the model"), ("forward", r"a step of 8 tokens at a context of 8")],
+)
+def test_no_memory_left(monkeypatch: pytest.MonkeyPatch, fails: str, says: str) -> None:
+    def out_of(*_: Any, **__: Any) -> Any:
+        raise torch.OutOfMemoryError("out")
+
+    monkeypatch.setattr(LlamaForCausalLM, fails, out_of)
+    with (
+        pytest.raises(KairoxError, match=f"no memory left for {says}.*prefill_chunk"),
+        device_for(Settings(), MODEL, "cpu") as device,
+        start(MODEL, Settings(), device) as runner,
+    ):
+        next(runner.run([TOKENS], prefill=8))
