@@ -34,7 +34,13 @@ class Tokenizer:
 
     def encode(self, text: str, *, special_tokens: bool = False) -> npt.NDArray[np.int32]:
         """int32 [n_tokens]. `special_tokens` adds what the tokenizer puts around a prompt."""
-        ids = self.fast.encode(text, add_special_tokens=special_tokens).ids
+        try:
+            ids = self.fast.encode(text, add_special_tokens=special_tokens).ids
+        except Exception as error:  # tokenizers raises nothing narrower
+            raise KairoxError(
+                f"the tokenizer cannot encode the text: {error}; use the tokenizer.json that came "
+                "with the model, and text that is valid UTF-8"
+            ) from error
         return np.asarray(ids, dtype=np.int32)
 
     def decode(self, token_ids: Sequence[int] | npt.NDArray[np.int32]) -> str:
@@ -78,6 +84,11 @@ def load_tokenizer(model_dir: str | Path) -> Tokenizer:
     import tokenizers
 
     path = Path(model_dir) / "tokenizer.json"
+    if not path.parent.is_dir():
+        raise KairoxError(
+            f"there is no folder {str(path.parent)!r}: a model is a local Hugging Face directory "
+            "with config.json, *.safetensors and tokenizer.json; nothing is downloaded"
+        )
     if not path.is_file():
         raise KairoxError(
             f"{path} does not exist. Only tokenizer.json is read; make one with transformers: "
@@ -106,7 +117,7 @@ def check_vocabulary(tokenizer: Tokenizer, vocab: int) -> None:
 def encode_file(path: str | Path, tokenizer: Tokenizer) -> EncodedText:
     """A text file's tokens; its domain is the file's name."""
     path = Path(path)
-    text, source = _read(path)
+    text, source = read_text(path)
     return EncodedText(source, path.stem, tokenizer.encode(text))
 
 
@@ -159,7 +170,7 @@ def read_prompts(path: str | Path) -> list[Prompt]:
     blank lines are skipped. Any other file is one prompt, and its domain is the file's name.
     """
     path = Path(path)
-    text, source = _read(path)
+    text, source = read_text(path)
     if path.suffix.lower() not in JSON_LINES:
         return [Prompt(text, path.stem, source)]
     prompts = [
@@ -176,8 +187,8 @@ def _prompt(line: str, where: str, source: Source) -> Prompt:
     example = 'expected an object like {"prompt": "...", "domain": "..."}'
     try:
         row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise KairoxError(f"{where}: not JSON ({error.msg}); {example}") from error
+    except (ValueError, RecursionError) as error:
+        raise KairoxError(f"{where}: not JSON ({error}); {example}") from error
     if not isinstance(row, dict):
         raise KairoxError(f"{where}: a JSON {type(row).__name__}; {example}")
     unknown = sorted(row.keys() - {"prompt", "domain"})
@@ -188,19 +199,29 @@ def _prompt(line: str, where: str, source: Source) -> Prompt:
             raise KairoxError(f"{where}: no {key!r}; {example}")
         if not isinstance(row[key], str) or not row[key]:
             raise KairoxError(f"{where}: {key!r} is {row[key]!r}, not a non-empty string")
+        if any("\ud800" <= character <= "\udfff" for character in row[key]):
+            raise KairoxError(f"{where}: {key!r} holds half of a surrogate pair, which is no text")
     return Prompt(row["prompt"], row["domain"], source)
 
 
-def _read(path: Path) -> tuple[str, Source]:
+def read_text(path: Path) -> tuple[str, Source]:
+    """A UTF-8 file, without its byte order mark. KairoxError where it is empty or not text."""
     try:
         content = path.read_bytes()
     except OSError as error:
         raise KairoxError(f"cannot read {path}: {error.strerror}") from error
     try:
         # Decoded from bytes: no newline translation, so the text is the same on every system.
-        text = content.decode("utf-8")
+        text = content.decode("utf-8").removeprefix("\ufeff")
     except UnicodeDecodeError as error:
-        raise KairoxError(f"{path} is not UTF-8 at byte {error.start}") from error
+        raise KairoxError(
+            f"{path} is not UTF-8 at byte {error.start}; save it as UTF-8 text"
+        ) from error
     if not text:
         raise KairoxError(f"{path} is empty")
+    if "\0" in text:
+        raise KairoxError(
+            f"{path} is not text: it has {text.count(chr(0))} NUL characters, as UTF-16 and binary "
+            "files do; save it as UTF-8 text"
+        )
     return text, Source(path.name, hashlib.sha256(content).hexdigest())

@@ -11,6 +11,7 @@ from kairox_sim.errors import KairoxError
 from kairox_sim.model import RELU_LIKE, ModelShape, not_relu_like
 
 _DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+_MOST_LAYERS = 10_000  # far above any model; a config of 10^9 would fill the memory with its layers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +68,7 @@ def shape_from_config(
             f"model {label!r}: model_type {family!r} is not known; allowed: "
             f"{', '.join(MODEL_TYPES)}"
         )
-    d_model = int(_need(config, "hidden_size", label))
+    d_model = _whole(config, "hidden_size", label)
     if config.get("word_embed_proj_dim", d_model) != d_model:
         raise KairoxError(
             f"model {label!r}: word_embed_proj_dim {config['word_embed_proj_dim']} differs from "
@@ -83,22 +84,26 @@ def shape_from_config(
     if threshold is None:
         threshold = math.nan if approximate else 0.0
         if activation == "fatrelu":
-            threshold = float(config.get("hidden_act_param") or 0.0)
-    n_heads = int(_need(config, "num_attention_heads", label))
-    n_neurons = config.get(keys.ffn)
-    if family == "falcon" and n_neurons is None:
+            threshold = _threshold(config.get("hidden_act_param") or 0.0, label)
+    n_heads = _whole(config, "num_attention_heads", label)
+    if family == "falcon" and config.get(keys.ffn) is None:
         n_neurons = 4 * d_model  # Falcon's own default
-    elif n_neurons is None:
-        _need(config, keys.ffn, label)
+    else:
+        n_neurons = _whole(config, keys.ffn, label)
+    n_layers = _whole(config, "num_hidden_layers", label)
+    if n_layers > _MOST_LAYERS:
+        raise KairoxError(
+            f"model {label!r}: num_hidden_layers is {n_layers}; at most {_MOST_LAYERS} are allowed"
+        )
     return ModelShape(
         name=label,
-        n_layers=int(_need(config, "num_hidden_layers", label)),
+        n_layers=n_layers,
         d_model=d_model,
-        n_neurons=int(n_neurons or 0),
+        n_neurons=n_neurons,
         n_heads=n_heads,
-        n_kv_heads=_kv_heads(config, keys, n_heads),
-        head_dim=int(config.get("head_dim") or d_model // n_heads),
-        vocab=int(_need(config, "vocab_size", label)),
+        n_kv_heads=_kv_heads(config, keys, n_heads, label),
+        head_dim=_whole(config, "head_dim", label, d_model // max(n_heads, 1)),
+        vocab=_whole(config, "vocab_size", label),
         gated=keys.gated,
         activation=activation,
         activation_threshold=threshold,
@@ -111,7 +116,7 @@ def shape_from_config(
     )
 
 
-def _kv_heads(config: Mapping[str, Any], keys: _Keys, n_heads: int) -> int:
+def _kv_heads(config: Mapping[str, Any], keys: _Keys, n_heads: int, label: str) -> int:
     """Falcon's older decoders have one unless `multi_query` is off, whatever num_kv_heads says."""
     if keys.kv_heads is None:
         return n_heads
@@ -119,7 +124,7 @@ def _kv_heads(config: Mapping[str, Any], keys: _Keys, n_heads: int) -> int:
         newer = config.get("new_decoder_architecture", False)
         if not newer and config.get("multi_query", True):
             return 1
-    return int(config.get(keys.kv_heads) or n_heads)
+    return _whole(config, keys.kv_heads, label, n_heads)
 
 
 def _bytes_per_weight(config: Mapping[str, Any], label: str, given: float | None) -> float:
@@ -146,3 +151,23 @@ def _need(config: Mapping[str, Any], key: str, label: str) -> Any:
     if config.get(key) is None:
         raise KairoxError(f"model {label!r}: its config.json has no {key!r}")
     return config[key]
+
+
+def _whole(config: Mapping[str, Any], key: str, label: str, default: int | None = None) -> int:
+    """A count; ModelShape says its range. default: where the config has none, null or 0."""
+    given = _need(config, key, label) if default is None else config.get(key) or default
+    if isinstance(given, bool) or not isinstance(given, int):
+        raise KairoxError(
+            f"model {label!r}: {key} is {given!r} in its config.json; it must be a whole number of "
+            "1 or more"
+        )
+    return given
+
+
+def _threshold(given: Any, label: str) -> float:
+    if isinstance(given, bool) or not isinstance(given, int | float):
+        raise KairoxError(
+            f"model {label!r}: hidden_act_param is {given!r} in its config.json; it must be a "
+            "number above 0"
+        )
+    return float(given)

@@ -154,3 +154,27 @@ def test_every_family_that_runs_has_a_shape() -> None:
     families = pytest.importorskip("kairox_exec.families")
     runs = {name for family in families.FAMILIES for name in family.model_types}
     assert runs <= set(MODEL_TYPES)
+
+
+@pytest.mark.parametrize(
+    "value", ["x", "7", [], {}, [1], 1.5, math.nan, math.inf, -1, True, 10**30], ids=repr
+)
+@pytest.mark.parametrize("config", [PROSPARSE_CONFIG, OPT_CONFIG, FALCON_CONFIG], ids=str)
+def test_a_value_of_another_kind_is_named(config: dict[str, Any], value: object) -> None:
+    counts = [key for key, its in config.items() if isinstance(its, int | float)]
+    for key in [*counts, "hidden_act_param", "head_dim", "num_kv_heads", "dtype"]:
+        try:
+            shape_from_config({**config, key: value}, name="odd")
+        except KairoxError as error:
+            assert "odd" in str(error)  # noqa: PT017
+
+
+def test_counts_are_whole_numbers() -> None:
+    for key in ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size"):
+        for value in ("7", 2.0, True):
+            with pytest.raises(KairoxError, match=f"{key} is .* whole number"):
+                shape_from_config({**PROSPARSE_CONFIG, key: value})
+    with pytest.raises(KairoxError, match="at most 10000"):
+        shape_from_config({**PROSPARSE_CONFIG, "num_hidden_layers": 10**9})
+    with pytest.raises(KairoxError, match="hidden_act_param is 'x'"):
+        shape_from_config({**PROSPARSE_CONFIG, "hidden_act_param": "x"})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from pathlib import Path
 
 import numpy as np
@@ -144,8 +145,12 @@ GOOD = '{"prompt": "a", "domain": "x"}\n'
         ('{"prompt": 3, "domain": "x"}\n', "line 1: 'prompt' is 3"),
         ('{"prompt": "", "domain": "x"}\n', "line 1: 'prompt' is ''"),
         ('{"prompt": "a", "domain": "x", "seed": 1}\n', "line 1: unknown key 'seed'"),
+        ("[" * 100_000, "line 1: not JSON"),
+        ('{"prompt": ' + "1" * 5000 + ', "domain": "x"}\n', "line 1: not JSON"),
+        ('{"prompt": "\\ud83d", "domain": "x"}\n', "half of a surrogate pair"),
         ("\n \n", "no prompts"),
         ("", "is empty"),
+        ("\ufeff", "is empty"),
     ],
 )
 def test_bad_prompts_files(tmp_path: Path, content: str, words: str) -> None:
@@ -155,13 +160,37 @@ def test_bad_prompts_files(tmp_path: Path, content: str, words: str) -> None:
         read_prompts(path)
 
 
+def test_a_byte_order_mark_is_no_text(tiny_reglu_dir: Path, tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(tiny_reglu_dir)
+    (tmp_path / "marked.txt").write_bytes(b"\xef\xbb\xbfone two")
+    encoded = encode_file(tmp_path / "marked.txt", tokenizer)
+    assert encoded.token_ids.tolist() == tokenizer.encode("one two").tolist()
+    assert encoded.source.sha256 == hashlib.sha256(b"\xef\xbb\xbfone two").hexdigest()
+    (tmp_path / "marked.jsonl").write_text("\ufeff" + GOOD, encoding="utf-8")
+    assert [p.text for p in read_prompts(tmp_path / "marked.jsonl")] == ["a"]
+
+
+def test_text_that_the_tokenizer_cannot_take(tiny_reglu_dir: Path, tmp_path: Path) -> None:
+    with pytest.raises(KairoxError, match="cannot encode the text"):
+        load_tokenizer(tiny_reglu_dir).encode("a\udcff")  # a byte of a command line, say
+    no_unknown = {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "missing"}
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"version": "1.0", "model": no_unknown}))
+    with pytest.raises(KairoxError, match="cannot encode the text"):
+        load_tokenizer(tmp_path).encode("b")
+
+
 def test_unreadable_files(tmp_path: Path, tiny_reglu_dir: Path) -> None:
     tokenizer = load_tokenizer(tiny_reglu_dir)
     (tmp_path / "latin.txt").write_bytes(b"abc\xe9def")
     with pytest.raises(KairoxError, match="not UTF-8 at byte 3"):
         encode_file(tmp_path / "latin.txt", tokenizer)
+    (tmp_path / "wide.txt").write_bytes("ab".encode("utf-16-le"))
+    with pytest.raises(KairoxError, match="is not text: it has 2 NUL"):
+        encode_file(tmp_path / "wide.txt", tokenizer)
     with pytest.raises(KairoxError, match="cannot read"):
         read_prompts(tmp_path / "absent.txt")
+    with pytest.raises(KairoxError, match=r"there is no folder .* nothing is downloaded"):
+        load_tokenizer("meta-llama/Llama-2-7b")
     with pytest.raises(KairoxError, match=r"tokenizer\.json does not exist"):
         load_tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
