@@ -5,15 +5,26 @@ With TRITON_INTERPRET=1 the kernels run in Triton's interpreter, on the CPU; wit
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Iterator
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
+from kairox_exec.cuda import CudaDevice
+from kairox_exec.emulated import EmulatedDevice
 from kairox_exec.ffn_spec import ACTIVATIONS, FIXED_LIMIT, FfnSpec
 from kairox_exec.formats import FORMATS, encode
 from kairox_exec.kernels import numba_cpu, torch_ref, triton_cuda
+from kairox_exec.loading import load_bundled
+from kairox_exec.runner import run_bundles
+from kairox_sim.cache import NeuronCache
+from kairox_sim.controllers import Fixed
+from kairox_sim.policies import POLICIES
+from tests.exec.tiny_families import N_LAYERS, N_NEURONS, VOCAB, save_tiny
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 D, N, N_PLACES = 96, 13, 17  # more than one block of columns in `down`, parts of blocks elsewhere
@@ -205,3 +216,32 @@ def test_gather_refuses_what_it_would_misread() -> None:
         triton_cuda.gather_rows(rows, ids.long(), rows, ids, 4)
     with pytest.raises(ValueError, match="n_programs must be 1 or more"):
         triton_cuda.gather_rows(rows, ids, rows, ids, 0)
+
+
+@pytest.mark.parametrize("gating", ["exact", "screened"])
+def test_whole_model_has_the_bits_of_the_reference(tmp_path: Path, gating: str) -> None:
+    """The executor with Triton's kernels on its device, numba's on the host; and with torch's."""
+    directory = save_tiny("llama", tmp_path / "llama")
+    loaded = load_bundled(directory, gating=gating, numerics="deterministic")
+    tokens = torch.randint(0, VOCAB, (6,), generator=torch.Generator().manual_seed(15)).numpy()
+    found = []
+    for on_device, on_host in ((triton_cuda, numba_cpu), (torch_ref, torch_ref)):
+        cache = NeuronCache(
+            N_LAYERS, N_NEURONS, 40, POLICIES["lru"](N_LAYERS, N_NEURONS), Fixed(0.3),
+            warm=[np.arange(30)] * N_LAYERS, swap_neurons=7, trigger="after",
+        )  # fmt: skip
+        # The reference is computed on the CPU.
+        card = DEVICE == "cuda" and on_device is triton_cuda
+        with CudaDevice() if card else EmulatedDevice() as device:
+            runner = run_bundles(
+                copy.deepcopy(loaded.model), loaded.config, loaded.family, loaded.bundles,
+                lambda *_, given=cache: given, device,
+                host_kernels=on_host, device_kernels=on_device,
+            )  # fmt: skip
+            found.append([runner.logits.cpu() for _ in runner.run([tokens], prefill=3)])
+            runner.finish()
+    for a, b in zip(*found, strict=True):
+        if DEVICE == "cuda":  # attention there is another kernel than here
+            torch.testing.assert_close(a, b, atol=1e-3, rtol=1e-3)
+        else:
+            assert torch.equal(a, b)
