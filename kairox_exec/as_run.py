@@ -93,26 +93,39 @@ def kind_of(settings: Sequence[Settings]) -> Settings:
     return Settings.of({key: value for key, value in kept.items() if value is not None})
 
 
-def require_calibrated_as(conditions: Mapping[str, Any], runs: AsRun, machine: str) -> None:
-    """Refuse runs, on a machine of this label, for which a calibration does not hold.
+def require_calibrated_as(
+    conditions: Mapping[str, Any], runs: AsRun, machine: str, facts: Mapping[str, Any]
+) -> None:
+    """Refuse runs, on a machine of this label and these facts, for which a calibration is not.
 
     conditions: of the calibration.
     """
     again = "calibrate as they run (`kairox calibrate`), or leave out --hardware"
     if conditions["time"] != machine:
         raise KairoxError(
-            f"the profile was calibrated on {conditions['time']} and these runs are on {machine}; "
+            f"the profile's times are {conditions['time']} and those of these runs {machine}; "
             f"{again}"
         )
     try:
-        made = AsRun(**conditions["as_run"])
+        there, made = _chips(conditions["machine"]), AsRun(**conditions["as_run"])
     except (KeyError, TypeError) as error:
         raise KairoxError(
-            "the calibration does not say with which weights, dtype, gating and predictor it was "
-            f"made, so whether it holds for these runs is unknown; {again}"
+            "the calibration does not say on what and with which weights, dtype, gating and "
+            f"predictor it was made, so whether it holds for these runs is unknown; {again}"
         ) from error
+    if there != (here := _chips(facts)):
+        raise KairoxError(f"the profile was calibrated on {there} and this is {here}; {again}")
     if names := made.differences(runs):
         raise KairoxError(
             f"the profile was calibrated with {made.said(names)} and these runs are with "
             f"{runs.said(names)}, where operations take another time; {again}"
         )
+
+
+def _chips(facts: Mapping[str, Any]) -> str:
+    """The processor and the GPUs, of `machine_facts`. "This machine" may be another one each time.
+
+    An emulated one is paced, but its policies think as fast as the processor lets them.
+    """
+    names = [facts["cpu"]["name"], *(gpu["name"] for gpu in facts["gpus"] or ())]
+    return ", ".join(name or "an unknown processor" for name in names)

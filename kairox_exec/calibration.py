@@ -153,8 +153,8 @@ def fit_profile(
         """An op that these runs have none of is never charged for runs like them."""
         if name in lines:
             return op(lines[name])
-        line = lines[to]
-        return op(replace(line, note=f"no {name} was run, so taken equal to the {to}: "))
+        none = "low-rank predictor" if name == "predictor" else name
+        return op(replace(lines[to], note=f"no {none} was run, so taken equal to the {to}: "))
 
     head = op(lines["head"], costs.layers_ratio)
     slow_down = seen.slow_down_by_copies(lines["ffn_cpu"])

@@ -15,6 +15,7 @@ from statistics import fmean
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from kairox_exec.as_run import all_as
@@ -97,6 +98,8 @@ class Machine:
         pool, kind = self.host.pool, "" if self.numerics == "fast" else f", {self.numerics}"
         if pool.threads > 1:
             kind += f", {pool.threads} host threads"
+        if self.device == "cpu" and (threads := torch.get_num_threads()) > 1:
+            kind += f", {threads} torch threads"
         if self.host.promotion != "auto":
             kind += f", swaps by {self.host.promotion}"
         return kind + (f", host nice {pool.nice}" if pool.nice else "")
@@ -301,7 +304,7 @@ def calibrate(
         costs,
         name=_calibrated_name(machine),
         machine=known,
-        measured_on=machine.label,
+        measured_on=machine.label.removeprefix("measured on "),
         calibrated_as=target.name,
     )
     conditions = {

@@ -83,7 +83,7 @@ def validate(
     folder = require_folder(out, "report")
     runs_as = all_as(model_dir, settings)
     require_numerics(machine, runs_as.numerics)
-    require_calibrated_as(calibration.conditions, runs_as, machine.label)
+    require_calibrated_as(calibration.conditions, runs_as, machine.label, machine_facts())
     swept = [(swept_tok_s or {}).get(label(one), nan) for one in settings]
     settings = [with_memory_of(machine, one) for one in settings]
     priors = _priors(settings, prior)

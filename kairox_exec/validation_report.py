@@ -79,7 +79,7 @@ class Validation:
                 "median": everything.median_error,
                 "worst": everything.worst_error,
             },
-            "rows": json.loads(self.table.to_json(orient="records", double_precision=15)),
+            "rows": plain(self.table.to_dict(orient="records")),
             "queues": [asdict(row) for row in queue_errors(self.clean)],
             "conditions": self.conditions,
         }

@@ -105,6 +105,7 @@ def validate(
         from kairox_exec.calibration import Calibration
         from kairox_exec.live import set_threads
         from kairox_exec.live_run import ForcedText, calibrate, machine_for
+        from kairox_exec.machine import machine_facts
         from kairox_exec.validation import validate as run
 
     files = [*(settings or ()), *(more or ())]
@@ -143,7 +144,7 @@ def validate(
 
         if hardware is not None:
             calibration = Calibration.load(hardware)
-            require_calibrated_as(calibration.conditions, runs_as, machine.label)
+            require_calibrated_as(calibration.conditions, runs_as, machine.label, machine_facts())
         else:
             other = ForcedText([text], tokens=128, skip=skip + tokens)
             calibration = calibrate(model, other, machine, kind=kind, on_run=show)

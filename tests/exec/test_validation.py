@@ -12,6 +12,7 @@ import pytest
 from kairox_exec import validation
 from kairox_exec.calibration import Calibration
 from kairox_exec.live_run import ForcedText, LiveRun, Machine, run_forced
+from kairox_exec.machine import machine_facts
 from kairox_exec.recording import record
 from kairox_exec.text import encode_file, load_tokenizer
 from kairox_exec.validation import Validation, validate
@@ -31,7 +32,7 @@ AS_RUN = {
     "model": "tiny-reglu", "numerics": "fast", "weights": "float32", "dtype": "float32",
     "gating": "exact", "predictor": "lookahead",
 }  # fmt: skip
-CONDITIONS = {"time": CPU.label, "as_run": AS_RUN}
+CONDITIONS = {"time": CPU.label, "as_run": AS_RUN, "machine": machine_facts()}
 CALIBRATION = Calibration(load_profile("pc1"), (), RUNS, CONDITIONS)
 
 
