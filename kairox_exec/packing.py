@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from kairox_sim.trace_format import pack
+
 # Times 8 bytes that are each 0 or 1, read as one little-endian number, this puts byte i's at bit
 # 56 + i: the sum of 2^(56 - 7 i). All other products fall on bits of their own below 56, so that
 # nothing carries, or beyond 64.
@@ -15,6 +17,13 @@ _GATHER = sum(1 << (56 - 7 * i) for i in range(8))
 
 def pack_bits(mask: torch.Tensor) -> torch.Tensor:
     """bool [..., n] -> uint8 [..., n_bytes], as `trace_format.pack`, on the mask's device."""
+    if mask.device.type == "cpu":  # NumPy's own packing is an order of magnitude faster
+        return torch.from_numpy(pack(mask.numpy()))
+    return pack_by_products(mask)
+
+
+def pack_by_products(mask: torch.Tensor) -> torch.Tensor:
+    """As `pack_bits`, in operations that every device has."""
     padded = functional.pad(mask, (0, -mask.shape[-1] % 64)).contiguous()
     packed: torch.Tensor = (padded.view(torch.int64) * _GATHER) >> 56
     return packed.to(torch.uint8)  # its low 8 bits

@@ -43,10 +43,12 @@ from kairox_sim.errors import KairoxError
 from kairox_sim.trace_format import SequenceInfo, TraceHeader
 
 COUNTED_SILENT = "neurons whose |silu(gate)| does not exceed a threshold count as silent"
-AT_ONCE = 8  # forward passes that the writing thread is woken for
-QUEUED = 8  # times it may be behind before the model waits
-# Values of a layer's mask: smaller ones are packed for all layers at once when the pass has ended,
-# because launching the operations takes longer than they do.
+AT_ONCE = 32  # tokens that the writing thread is woken for; waking it costs more than one of them
+HELD_S = 1.0  # it is woken for fewer once they are this old, because a kill would lose them
+QUEUED = 3  # times it may be behind before the model waits
+# Values of the masks of a forward pass: those of smaller ones are packed together, on a GPU when
+# it has ended and on the CPU with other passes', because launching the operations takes longer
+# than they do.
 PACKED_LATER = 1 << 19
 
 
@@ -120,14 +122,16 @@ class PlainRecorder:
         self._rows = PassWriter(self._stream, self.header, tokenizer, stop)
         self._queue: Queue[list[Forward] | None] = Queue(QUEUED)
         self._pending: list[Forward] = []
+        self._n_pending = 0  # tokens, padding too
+        self._handed_ns = 0  # when the thread was last given something
         self._thread = Thread(target=self._write, name="kairox-record", daemon=True)
         self._failed: BaseException | None = None
         self._caches: WeakKeyDictionary[Any, _Known] = WeakKeyDictionary()
         self._n_seqs = 0
         self._copies = HostCopies()
-        self._bits: dict[int, torch.Tensor] = {}  # by layer, of the pass under way
+        self._fired: dict[int, torch.Tensor] = {}  # by layer, of the pass under way
         self._gates: dict[int, torch.Tensor] = {}  # dReLU: until the up projection has run
-        self._inside_ns = self._wall_ns = self._began_ns = 0
+        self._inside_ns = self._writing_ns = self._wall_ns = self._began_ns = 0
         self._handles: list[Any] = []
 
     # -- counts, for the file ---------------------------------------------------------------------
@@ -142,8 +146,13 @@ class PlainRecorder:
 
     @property
     def overhead(self) -> float:
-        """Share of the forward passes' time spent in hooks; the thread that writes is beside it."""
-        return self._inside_ns / self._wall_ns if self._wall_ns else nan
+        """Time in hooks and CPU time of the thread that writes, as a share of the forward passes'.
+
+        That thread runs beside the model where there is a core for it, but the two take turns at
+        Python's lock, so that its time is not free.
+        """
+        added_ns = self._inside_ns + self._writing_ns
+        return added_ns / self._wall_ns if self._wall_ns else nan
 
     # -- the context ------------------------------------------------------------------------------
 
@@ -199,7 +208,7 @@ class PlainRecorder:
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._failed is not None:
             raise KairoxError(f"the recording failed: {self._failed}") from self._failed
-        self._bits.clear()
+        self._fired = {}
         self._gates.clear()
         self._began_ns = time.perf_counter_ns()
 
@@ -208,7 +217,7 @@ class PlainRecorder:
 
     def _seen(self, layer: int, module: nn.Module, args: Any, value: torch.Tensor) -> None:
         began_ns = time.perf_counter_ns()
-        if layer in self._bits:
+        if layer in self._fired:
             raise KairoxError(
                 f"layer {layer} ran twice in one forward pass; gradient checkpointing cannot be "
                 "recorded"
@@ -217,43 +226,48 @@ class PlainRecorder:
             (self._gates.pop(layer), value) if self._rule.activation == "drelu" else (value, None)
         )
         mask = fires(gate, self._rule.thresholds[layer], self._rule.activation, up)
-        self._bits[layer] = self._copies.take(pack_bits(mask))
+        if mask.numel() * self.header.n_layers > PACKED_LATER:
+            mask = self._copies.take(pack_bits(mask))
+        self._fired[layer] = mask
         self._inside_ns += time.perf_counter_ns() - began_ns
 
     def _end(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
         ended_ns = time.perf_counter_ns()
-        missing = sorted(set(range(self.header.n_layers)) - set(self._bits))
-        if missing:
+        n_layers, fired = self.header.n_layers, self._fired
+        if len(fired) != n_layers:
             raise KairoxError(
-                f"records missing: a forward pass brought no layers {missing} of "
-                f"{self.header.n_layers}. Rows must equal layers x tokens: was the model, or one "
-                "of its layers, compiled before? Record the plain one"
+                "records missing: a forward pass brought no layers "
+                f"{sorted(set(range(n_layers)) - set(fired))} of {n_layers}. Rows must equal "
+                "layers x tokens: was the model, or one of its layers, compiled before? Record "
+                "the plain one"
             )
         ids = args[0] if args else kwargs.get("input_ids")
         if ids is None or ids.ndim != 2:
             raise KairoxError("only passes over input_ids [batch, tokens] can be recorded")
         n_rows, n_columns = ids.shape
-        bits = torch.stack([self._bits[i].to(ids.device) for i in range(self.header.n_layers)])
-        bits = self._copies.take(pack_bits(bits) if bits.dtype == torch.bool else bits)
-        seqs, past = self._place(n_rows, n_columns, _cache_of(kwargs), _cache_of(output))
-        forward = Forward(
-            seqs=seqs,
-            past=past,
-            cached=_cache_of(output) is not None,
-            phase=self.phase or ("decode" if past > 0 and n_columns == 1 else "prefill"),
-            ids=self._copies.take(ids.clone()),
-            real=_real(kwargs.get("attention_mask"), n_columns, self._copies),
-            bits=bits.reshape(self.header.n_layers, n_rows, n_columns, self.header.n_bytes),
-            ready=self._copies.events(),
+        cache = _cache_of(output)
+        seqs, past = self._place(n_rows, n_columns, _cache_of(kwargs), cache)
+        self._pending.append(
+            Forward(
+                seqs=seqs,
+                past=past,
+                cached=cache is not None,
+                phase=self.phase or ("decode" if past > 0 and n_columns == 1 else "prefill"),
+                ids=self._copies.take(ids.clone()),
+                real=_real(kwargs.get("attention_mask"), n_columns, self._copies),
+                fired=_on_host([fired[i] for i in range(n_layers)], self._copies),
+                ready=self._copies.events(),
+            )
         )
-        self._pending.append(forward)
-        if len(self._pending) == AT_ONCE:
+        self._n_pending += n_rows * n_columns
+        if self._n_pending >= AT_ONCE or ended_ns - self._handed_ns > HELD_S * 1e9:
             self._queue.put(self._pending)
-            self._pending = []
-        self._inside_ns += time.perf_counter_ns() - ended_ns
-        self._wall_ns += time.perf_counter_ns() - self._began_ns
+            self._pending, self._n_pending, self._handed_ns = [], 0, ended_ns
+        now_ns = time.perf_counter_ns()
+        self._inside_ns += now_ns - ended_ns
+        self._wall_ns += now_ns - self._began_ns
 
     def _place(
         self, n_rows: int, n_columns: int, before: Any, after: Any
@@ -280,7 +294,7 @@ class PlainRecorder:
                 "sample or decode greedily"
             )
         known.length = past + n_columns
-        if cache is not None:
+        if cache is not None and self._caches.get(cache) is not known:
             if cache not in self._caches and hasattr(cache, "reorder_cache"):
                 cache.reorder_cache = _refuse_beams
             self._caches[cache] = known
@@ -290,11 +304,13 @@ class PlainRecorder:
 
     def _write(self) -> None:
         while (forwards := self._queue.get()) is not None:
+            began_ns = time.thread_time_ns()
             try:
-                for forward in forwards if self._failed is None else ():
-                    self._rows.write(forward)
+                if self._failed is None:
+                    self._rows.write(forwards)
             except BaseException as error:
                 self._failed = error
+            self._writing_ns += time.thread_time_ns() - began_ns
 
     def _header(
         self, model_dir: Path, tokenizer: Tokenizer, infos: tuple[SequenceInfo, ...]
@@ -318,6 +334,14 @@ class PlainRecorder:
             approximate=COUNTED_SILENT if self._rule.approximate else None,
             run={"kind": "plain", "dtype": dtype, "weights": dtype, "numerics": "fast"},
         )
+
+
+def _on_host(fired: list[torch.Tensor], copies: HostCopies) -> list[torch.Tensor]:
+    """What `Forward.fired` takes, of masks on their devices, or of bits that are copied already."""
+    if fired[0].dtype == torch.uint8 or all(mask.device.type == "cpu" for mask in fired):
+        return fired
+    where = fired[-1].device
+    return [copies.take(pack_bits(torch.stack([mask.to(where) for mask in fired])))]
 
 
 def _cache_of(named: Any) -> Any:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -11,6 +11,16 @@ from numpy.typing import ArrayLike, NDArray
 from kairox_sim.errors import KairoxError
 from kairox_sim.trace_file import Columns, ContainerWriter
 from kairox_sim.trace_format import PHASES, TraceHeader, as_bits
+
+
+class _Step(NamedTuple):
+    """A whole step; `bits` by layer, and in a layer by token."""
+
+    seq: int
+    step: int
+    phase: int  # as stored
+    tokens: list[int]
+    bits: Columns
 
 
 class TraceWriter:
@@ -33,7 +43,7 @@ class TraceWriter:
         self._has_evaluated = False
         self._open: dict[int, Columns] = {}  # bits by layer, of the step being recorded
         self._last: tuple[int, int, str, list[int]] | None = None  # seq, step ... of that step
-        self._whole: list[Columns] = []  # whole steps not yet written
+        self._whole: list[_Step] = []  # not yet written
         self._closed = False
         # Fail now, not at the first batch.
         header.to_json()
@@ -98,10 +108,9 @@ class TraceWriter:
         self._last = (seq, step, phase, ids)
         self._open[layer] = rows
         if len(self._open) == self.header.n_layers:
-            self._whole.append(self._step_columns())
+            bits = _join([self._open[i] for i in range(self.header.n_layers)])
             self._open.clear()
-            if len(self._whole) == self._steps_per_batch:
-                self._write_whole()
+            self._keep(_Step(seq, step, PHASES.index(phase), ids, bits))
 
     def append_step(
         self, *, seq: int, step: int, phase: str, tokens: ArrayLike, active: NDArray[np.uint8]
@@ -127,8 +136,11 @@ class TraceWriter:
         if self._container is None:
             self._container = self._create()
         self._last = (seq, step, phase, ids)
-        self._whole.append(self._columns_of(bits))
-        if len(self._whole) == self._steps_per_batch:
+        self._keep(_Step(seq, step, PHASES.index(phase), ids, bits))
+
+    def flush(self) -> None:
+        """Write the whole steps that there are, as one batch."""
+        if not self._closed:
             self._write_whole()
 
     def close(self) -> None:
@@ -161,28 +173,15 @@ class TraceWriter:
         text, n_bytes = self.header.to_json(), self.header.n_bytes
         return ContainerWriter(self.path, text, n_bytes, ("bits", *optional), sealed=False)
 
+    def _keep(self, step: _Step) -> None:
+        self._whole.append(step)
+        if len(self._whole) == self._steps_per_batch:
+            self._write_whole()
+
     def _write_whole(self) -> None:
         if self._whole and self._container is not None:
-            self._container.write(_join(self._whole))
+            self._container.write(_columns(self._whole, self.header.n_layers))
             self._whole.clear()
-
-    def _step_columns(self) -> Columns:
-        return self._columns_of(_join([self._open[i] for i in range(self.header.n_layers)]))
-
-    def _columns_of(self, bits: Columns) -> Columns:
-        assert self._last is not None
-        seq, step, phase, tokens = self._last
-        n_layers = self.header.n_layers
-        layers = np.arange(n_layers, dtype=np.uint16)
-        n_rows = n_layers * len(tokens)
-        return {
-            "seq": np.full(n_rows, seq, np.uint32),
-            "step": np.full(n_rows, step, np.uint32),
-            "token": np.tile(np.array(tokens, np.int32), n_layers),
-            "layer": np.repeat(layers, len(tokens)),
-            "phase": np.full(n_rows, PHASES.index(phase), np.uint8),
-            **bits,
-        }
 
     def _check_place(self, seq: int, step: int, phase: str, tokens: list[int], layer: int) -> None:
         where = f"step {step}, layer {layer}"
@@ -223,6 +222,27 @@ class TraceWriter:
             f"{self.header.n_layers}. Rows must equal layers x tokens: are the hooks of these "
             "layers attached, and called on every forward pass?"
         )
+
+
+def _columns(steps: Sequence[_Step], n_layers: int) -> Columns:
+    """The rows of whole steps: layer after layer, of each all the step's tokens."""
+    n_tokens = np.array([len(step.tokens) for step in steps])
+    n_rows = n_tokens * n_layers
+    tokens = np.array([token for step in steps for token in step.tokens], np.int32)
+    per_layer = np.repeat(n_tokens, n_layers)  # rows of each layer of each step
+    layers = np.tile(np.arange(n_layers, dtype=np.uint16), len(steps))
+    # Each layer repeats its step's tokens: from where they begin, counted from its first row.
+    begins = np.repeat(np.cumsum(n_tokens) - n_tokens, n_layers)
+    counted_from = np.cumsum(per_layer) - per_layer
+    at = np.arange(n_rows.sum()) + np.repeat(begins - counted_from, per_layer)
+    return {
+        "seq": np.repeat(np.array([step.seq for step in steps], np.uint32), n_rows),
+        "step": np.repeat(np.array([step.step for step in steps], np.uint32), n_rows),
+        "token": tokens[at],
+        "layer": np.repeat(layers, per_layer),
+        "phase": np.repeat(np.array([step.phase for step in steps], np.uint8), n_rows),
+        **_join([step.bits for step in steps]),
+    }
 
 
 def _join(parts: Sequence[Columns]) -> Columns:
