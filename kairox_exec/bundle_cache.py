@@ -26,7 +26,13 @@ from typing import Any
 
 import torch
 
-from kairox_exec.checkpoint import Progress, count_bytes, model_sha256, weight_files
+from kairox_exec.checkpoint import (
+    Progress,
+    count_bytes,
+    model_sha256,
+    remember_sha256,
+    stamps_of,
+)
 from kairox_exec.families import Family
 from kairox_exec.ffn_spec import FfnSpec
 from kairox_exec.formats import storage_dtype
@@ -98,15 +104,15 @@ def default_folder() -> Path:
 def sha256_of(model_dir: str | Path, folder: Path, tell: Progress | None = None) -> str:
     """`model_sha256`, remembered in `folder` while names, sizes and times of the files stay."""
     directory = Path(model_dir).resolve()
-    stamps = [[p.name, (s := p.stat()).st_size, s.st_mtime_ns] for p in weight_files(directory)]
+    stamps = stamps_of(directory)
     place = hashlib.sha256(os.fsencode(directory)).hexdigest()[:24]
     memo = folder / f"{place}.sha256.json"
     with suppress(OSError, ValueError, KeyError, TypeError):
         known = json.loads(memo.read_text("utf-8"))
-        if known["files"] == stamps and known["directory"] == str(directory):
-            return str(known["sha256"])
+        if tuple(tuple(file) for file in known["files"]) == stamps:
+            return remember_sha256(stamps, str(known["sha256"]))
     digest = model_sha256(directory, tell)
-    content = {"directory": str(directory), "files": stamps, "sha256": digest}
+    content = {"files": stamps, "sha256": digest}
     with suppress(OSError):  # the next start hashes again
         folder.mkdir(parents=True, exist_ok=True)
         _replace(memo, [json.dumps(content).encode()], lambda n_bytes: None)

@@ -110,8 +110,30 @@ def weight_files(model_dir: str | Path) -> list[Path]:
     return files
 
 
+Stamps = tuple[tuple[str, int, int], ...]
+_hashed: dict[Stamps, str] = {}  # by this process
+
+
+def stamps_of(model_dir: str | Path) -> Stamps:
+    """(path, bytes, time of the last change in ns) of the weight files."""
+    files = weight_files(Path(model_dir).resolve())
+    return tuple((str(p), (s := p.stat()).st_size, s.st_mtime_ns) for p in files)
+
+
+def remember_sha256(stamps: Stamps, digest: str) -> str:
+    """Let `model_sha256` know it while the files stay as they are; returns it."""
+    _hashed[stamps] = digest
+    return digest
+
+
 def model_sha256(model_dir: str | Path, tell: Progress | None = None) -> str:
-    """SHA-256 over the bytes of the safetensors files in name order (one file: its sha256sum)."""
+    """SHA-256 over the bytes of the safetensors files in name order (one file: its sha256sum).
+
+    Files are read once, and again where name, size or time changed.
+    """
+    stamps = stamps_of(model_dir)
+    if stamps in _hashed:
+        return _hashed[stamps]
     digest, files = hashlib.sha256(), weight_files(model_dir)
     add = count_bytes(tell, "hashing the weights", sum(path.stat().st_size for path in files))
     for path in files:
@@ -119,7 +141,7 @@ def model_sha256(model_dir: str | Path, tell: Progress | None = None) -> str:
             while block := file.read(1 << 20):
                 digest.update(block)
                 add(len(block))
-    return digest.hexdigest()
+    return remember_sha256(stamps, digest.hexdigest())
 
 
 def count_bytes(tell: Progress | None, what: str, n_bytes: int) -> Callable[[int], None]:
