@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,7 +23,7 @@ from kairox_sim.commands.doctor import doctor
 from kairox_sim.commands.generate import generate
 from kairox_sim.commands.group import group
 from kairox_sim.commands.info import info
-from kairox_sim.commands.options import say
+from kairox_sim.commands.options import print_warnings, say
 from kairox_sim.commands.plot import plot
 from kairox_sim.commands.record import record
 from kairox_sim.commands.score import score
@@ -55,6 +56,7 @@ for command in COMMANDS:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run one command. Bad input is one message on standard error and exit code 2."""
+    warnings.showwarning = _warn
     try:
         app(args=None if arguments is None else list(arguments))
     except KairoxError as error:
@@ -71,6 +73,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
             raise
         say(f"kairox: cannot use {os.fsdecode(error.filename)!r}: {error.strerror}")
         sys.exit(BAD_INPUT)
+
+
+def _warn(message: Warning | str, category: Any, *place: Any, **more: Any) -> None:
+    """Without the place in the source that Python names, which is ours and helps nobody."""
+    print_warnings([str(message)])
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import tomllib
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import pandas as pd
 import pytest
 from toys import of_chunks, random_trace
 
+from kairox_sim import cli
 from kairox_sim.cli import COMMANDS, main
 from kairox_sim.commands.options import exec_extra
 from kairox_sim.commands.sweep import MOST_ROWS, distinct_warnings, print_fastest
@@ -416,3 +418,16 @@ def test_public_names_exist() -> None:
     assert callable(kairox_sim.sweep)
     with pytest.raises(AttributeError, match="no attribute 'simulator'"):
         kairox_sim.simulator  # noqa: B018
+
+
+def test_a_warning_is_a_line_without_its_place(
+    monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    def warns(**_: Any) -> None:
+        warnings.warn("the disk is nearly full", stacklevel=1)
+
+    monkeypatch.setattr(cli, "app", warns)
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        main(["info"])
+    assert capsys.readouterr().err == "warning: the disk is nearly full\n"
