@@ -10,7 +10,8 @@ import pytest
 from kairox_exec import validation
 from kairox_exec.as_run import AsRun
 from kairox_exec.calibration import Calibration
-from kairox_exec.live import model_shape
+from kairox_exec.host_pool import HostPool
+from kairox_exec.live import HostSide, model_shape
 from kairox_exec.live_run import ForcedText, LiveRun, Machine, run_forced
 from kairox_exec.machine import machine_facts
 from kairox_exec.validation import same_memory, validate, with_memory_of
@@ -117,3 +118,20 @@ def test_a_gpus_free_memory_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> No
         (Machine("emulated", SMALL), fills),
     ):
         assert with_memory_of(machine, same) is same
+
+
+def test_the_recorded_run_has_the_host_of_the_timed_ones(
+    tiny_reglu_dir: Path, prompts_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = HostSide(HostPool(2, 0), cache_dir="off")
+
+    def stop(*given: Any, **more: Any) -> None:
+        raise KairoxError(f"asked for {more['host'] is host}")
+
+    monkeypatch.setattr(validation, "record", stop)
+    machine = Machine("cpu", host=host)
+    with pytest.raises(KairoxError, match="asked for True"):
+        validate(
+            tiny_reglu_dir, [Settings()], text_of(prompts_dir), calibration(machine), machine,
+            tmp_path,
+        )  # fmt: skip

@@ -7,6 +7,8 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from experiments import validate as acceptance
 from kairox_exec.calibration import OVERRUN_LIMIT
@@ -67,6 +69,27 @@ def test_a_setting_that_fell_behind_is_named_and_not_judged() -> None:
     assert "s13 (3.1%)" in said
     assert "with the barred ones: median error 1.0%, worst 49.5%" in said
     assert "up to 12.0 points of hits on time" in said
+
+
+@given(
+    shares=st.lists(st.sampled_from([0.0, 0.01, OVERRUN_LIMIT, 0.021, 0.5, np.nan]), min_size=1,
+                    max_size=9),
+    off=st.floats(0.2, 5.0),
+)  # fmt: skip
+def test_what_is_barred_moves_no_figure(shares: list[float], off: float) -> None:
+    """Every row is on one side, and the verdict is that of the others alone."""
+    table = rows(len(shares)).assign(overrun_share=shares)
+    found = Validation(table, SAID)
+    assert sorted([*found.clean.index, *found.barred.index]) == list(range(len(shares)))
+    worse = table.copy()
+    worse.loc[found.barred.index, ["simulated_tok_s", "live_tok_s"]] *= [off, 1 / off]
+    moved = Validation(worse, SAID)
+    # As text, since nan is not itself: what nothing is judged of has no figures.
+    assert str(moved.verdict) == str(found.verdict)
+    if len(found.clean):
+        assert str(Validation(found.clean, SAID).verdict) == str(found.verdict)
+    else:
+        assert found.verdict.passed is None
 
 
 def test_without_it_the_same_settings_fail() -> None:
