@@ -153,8 +153,7 @@ def fit_profile(
         """An op that these runs have none of is never charged for runs like them."""
         if name in lines:
             return op(lines[name])
-        none = "low-rank predictor" if name == "predictor" else name
-        return op(replace(lines[to], note=f"no {none} was run, so taken equal to the {to}: "))
+        return op(replace(lines[to], note=f"no {name} was run, so taken equal to the {to}: "))
 
     head = op(lines["head"], costs.layers_ratio)
     slow_down = seen.slow_down_by_copies(lines["ffn_cpu"])
@@ -255,22 +254,16 @@ class _Seen:
             if back is not None and idle is not None:
                 self.delays.append(max(0.0, (idle.t1_ns - back.t1_ns) / NS))
 
-    def line(self, *kinds: str) -> Line:
-        timed = [pair for kind in kinds for pair in self.by_kind[kind]]
-        timed = [(op, s) for op, s in timed if self._bytes(op) > 0 and s > 0]
-        name = next((kind for kind in kinds if self.by_kind[kind]), kinds[0])
-        return fit_line(name, [self._bytes(op) for op, _ in timed], [s for _, s in timed])
+    def line(self, kind: str) -> Line:
+        timed = [(op, s) for op, s in self.by_kind[kind] if self._bytes(op) > 0 and s > 0]
+        return fit_line(kind, [self._bytes(op) for op, _ in timed], [s for _, s in timed])
 
     def deciding(self) -> dict[str, Line]:
-        """What says who is computed or comes next. A look-ahead is a pass of the next gate, and is
-        charged as one; a low-rank predictor is an op of its own."""
-        look_ahead = self.costs.predictor == "lookahead"
-        found = {}
-        if look_ahead or self.costs.gating in ("exact", "screened"):
-            found["gate"] = self.line("gate", *(["predict"] if look_ahead else []))
-        if self.costs.predictor == "rank":
-            found["predictor"] = self.line("predict")
-        return found
+        """What says who is computed, and who comes next: a gate, a predictor of either sort, or
+        both. Raises KairoxError where neither was run."""
+        found = {"gate": "gate", "predictor": "predict"}
+        ran = {name: kind for name, kind in found.items() if self.by_kind[kind]}
+        return {name: self.line(kind) for name, kind in (ran or {"gate": "gate"}).items()}
 
     def seconds(self, kind: str) -> list[float]:
         return [s for _, s in self.by_kind[kind]]

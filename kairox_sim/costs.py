@@ -111,7 +111,9 @@ def costs_for(
         swap_neurons=max(1, round(swap_neurons / bundles_per_neuron)),
         attention=on_gpu(profile.attention),
         gate=on_gpu(profile.gate, slower_gpu),
-        look_ahead=on_gpu(profile.gate),
+        # A datasheet has the look-ahead as the pass of a gate that it is; a calibration timed the
+        # predictor that ran, whose kernels are not the gate's.
+        look_ahead=on_gpu(profile.predictor if profile.kind == "calibrated" else profile.gate),
         low_rank=on_gpu(profile.predictor),
         ffn_gpu=on_gpu(profile.ffn_gpu, slower_gpu),
         head=on_gpu(profile.head),

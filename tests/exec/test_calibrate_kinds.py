@@ -1,6 +1,6 @@
 """Calibration of runs of every kind: formats, gatings, predictors; what the program passes on."""
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from kairox_exec.validation import validate
 from kairox_sim.cli import main
 from kairox_sim.costs import CostModel, costs_for
 from kairox_sim.errors import KairoxError
-from kairox_sim.hardware import load_profile
+from kairox_sim.hardware import HardwareProfile, load_profile
 from kairox_sim.model import find_shape
 from kairox_sim.settings import Settings
 
@@ -68,30 +68,49 @@ def step_of(costs: CostModel, at: int) -> StepOps:
     return StepOps(0, ended, 1, ops)
 
 
-@pytest.mark.parametrize("gating", ["exact", "screened", "oracle", "predicted"])
-@pytest.mark.parametrize("predictor", ["lookahead", "rank"])
-def test_deciding_and_predicting_are_found_under_every_gating(gating: str, predictor: str) -> None:
-    costs = costs_of(gating, predictor)
+def fitted(costs: CostModel) -> HardwareProfile:
     chunk = [
         Op("gpu", kind, 0, 0, 1, Size(neurons=9, n_tokens=8, context_len=8))
         for kind in ("attention", "ffn", "residual")
     ]
     steps = [*(step_of(costs, at) for at in range(60)), StepOps(0, 1, 8, chunk)]
     run = TimedRun("x", "tam", steps, 1.0, 1.0, float("nan"))
-    found = fit_profile([run], costs, name="x", machine=load_profile("pc1"), measured_on="x",
-                        calibrated_as=None).profile  # fmt: skip
+    return fit_profile([run], costs, name="x", machine=load_profile("pc1"), measured_on="x",
+                       calibrated_as=None).profile  # fmt: skip
+
+
+def not_run(profile: HardwareProfile) -> set[str]:
+    parts = {"gate": profile.gate, "predictor": profile.predictor}
+    return {name for name, op in parts.items() if "was run, so" in op.bytes_per_s.source}
+
+
+@pytest.mark.parametrize("gating", ["exact", "screened", "oracle", "predicted"])
+@pytest.mark.parametrize("predictor", ["lookahead", "rank"])
+def test_deciding_and_predicting_are_found_under_every_gating(gating: str, predictor: str) -> None:
+    """A look-ahead has other kernels than the gate: here it takes three times as long."""
+    costs = costs_of(gating, predictor)
+    slow = replace(costs.look_ahead, bytes_per_s=costs.look_ahead.bytes_per_s / 3)
+    costs = replace(costs, look_ahead=slow)
+    found = fitted(costs)
     again = costs_for(found, costs.shape, gating, trace_layers=6, trace_neurons=896,
                       predictor=predictor)  # fmt: skip
     assert again.gate_s(1) == pytest.approx(costs.gate_s(1), rel=0.01)
     assert again.predict_s(1) == pytest.approx(costs.predict_s(1), rel=0.01)
     assert again.ffn_gpu_s(40, 1) == pytest.approx(costs.ffn_gpu_s(40, 1), rel=0.01)
-    not_run = {
-        name
-        for name in ("gate", "predictor")
-        if "was run, so taken equal" in getattr(found, name).bytes_per_s.source
-    }
-    gates = gating in ("exact", "screened") or predictor == "lookahead"
-    assert not_run == ({"predictor"} if predictor == "lookahead" else set() if gates else {"gate"})
+    assert not_run(found) == (set() if gating in ("exact", "screened") else {"gate"})
+
+
+def test_without_a_predictor_its_entry_says_so_and_without_both_there_is_no_profile() -> None:
+    found = fitted(costs_of("exact", "none"))
+    assert not_run(found) == {"predictor"}
+    assert found.predictor.bytes_per_s.value == found.gate.bytes_per_s.value
+    with pytest.raises(KairoxError, match="no gate ops to calibrate on"):
+        fitted(costs_of("oracle", "none"))
+
+
+def test_a_datasheets_look_ahead_is_a_pass_of_the_gate() -> None:
+    costs = costs_of("exact", "lookahead")
+    assert costs.look_ahead == costs.gate != costs.low_rank
 
 
 # -- what is run ----------------------------------------------------------------------------------
