@@ -5,7 +5,8 @@
   screened   an int8 copy of the gate, half of float16's memory, with a bound on its error: the
              survivors hold every active neuron, and each decides again with its own row
   predicted  what the look-ahead predictor says, alone: what it misses is left out, so it is lossy
-             (PowerInfer, arXiv:2312.12456, decides so)
+             (PowerInfer, arXiv:2312.12456, decides so); tokens of one prefill chunk share the
+             union of their predictions, so that the loss depends on how a prefill is divided
 
 Where no gate value is at hand (`act` is None) the kernels decide, row by row.
 """

@@ -160,7 +160,7 @@ def read_hidden_states(path: str | Path) -> HiddenStates:
     try:
         with file.open("rb") as source:
             reader = pa.ipc.open_stream(source)
-            header = _header(reader.schema.metadata, file)
+            header = _header(reader.schema, file)
             batches = list(_whole_batches(reader))
     except (OSError, pa.ArrowInvalid) as error:
         raise KairoxError(f"cannot read the hidden states {str(file)!r}: {error}") from error
@@ -214,8 +214,8 @@ def _whole_batches(reader: Any) -> Iterator[Any]:
             return
 
 
-def _header(metadata: dict[bytes, bytes] | None, file: Path) -> StatesHeader:
-    text = (metadata or {}).get(b"kairox.hidden")
+def _header(schema: Any, file: Path) -> StatesHeader:
+    text = (schema.metadata or {}).get(b"kairox.hidden")
     if text is None:
         raise KairoxError(
             f"{str(file)!r} holds no hidden states; `kairox record --hidden FILE` writes them"
@@ -225,9 +225,17 @@ def _header(metadata: dict[bytes, bytes] | None, file: Path) -> StatesHeader:
         version = content.pop("format")
         if version == FORMAT:
             sequences = tuple(SequenceInfo(**one) for one in content.pop("sequences"))
-            return StatesHeader(**content, sequences=sequences)
+            header = StatesHeader(**content, sequences=sequences)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise KairoxError(
             f"{str(file)!r}: the header of the hidden states is damaged ({error!r}); record again"
         ) from error
-    raise KairoxError(f"{str(file)!r} is of another version of kairox; record it again")
+    if version != FORMAT:
+        raise KairoxError(f"{str(file)!r} is of another version of kairox; record it again")
+    width = schema.field("state").type.byte_width
+    if header.trigger not in TRIGGERS or width != 2 * header.d_model:
+        raise KairoxError(
+            f"{str(file)!r} says trigger {header.trigger!r} and d_model {header.d_model} of states "
+            f"of {width} bytes: that is no file of this version; record again"
+        )
+    return header

@@ -60,6 +60,7 @@ class Texts:
         self, trigger: str | None = None, progress: Progress | None = None
     ) -> tuple[Trace, HiddenStates]:
         """Run the model and keep the states of `trigger`, attn_out by default."""
+        self.spans()
         trigger = _known(trigger) or TRIGGERS[0]
         # Windows of nearly one length, all but the last token of each a prefill, which is quick.
         n_windows = -(-self.tokens // WINDOW)
@@ -92,7 +93,7 @@ class Recording:
 
     def spans(self) -> list[Span]:
         """Which tokens."""
-        sequences = read_trace(self.trace, strict=True).header.sequences
+        sequences = read_trace(self.trace).header.sequences
         return [(s.source, (s.source_sha256, s.token_start, s.token_stop)) for s in sequences]
 
     def read(
@@ -100,7 +101,12 @@ class Recording:
     ) -> tuple[Trace, HiddenStates]:
         """KairoxError where it is cut, or of another model or trigger."""
         trigger = _known(trigger)
-        trace, hidden = read_trace(self.trace, strict=True), read_hidden_states(self.hidden)
+        trace, hidden = read_trace(self.trace), read_hidden_states(self.hidden)
+        if trace.truncated_at is not None:
+            raise KairoxError(
+                f"{self.trace} was cut after {trace.truncated_at} tokens, and the hidden states "
+                "may have been elsewhere; record again, fewer tokens if need be"
+            )
         header = hidden.header
         if self.model_dir is not None and header.model_sha256 != model_sha256(self.model_dir):
             raise KairoxError(

@@ -16,6 +16,8 @@ from kairox_sim.errors import KairoxError
 from kairox_sim.trace import Trace
 
 WARM, TIMED = 5, 50  # predictions before and under the clock, a token each
+SHORT = 0.05  # of recall under its target that is warned of
+GUESS = 1.5  # times the share of neurons that fire: a precision not above it is warned of
 
 Seen = tuple[str, int, int]
 """(text's sha256, first token, token after the last)"""
@@ -40,7 +42,8 @@ class LayerQuality:
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """A predictor on a recording."""
+    """A predictor on a recording, whose states are those of the whole model: under gating predicted
+    a neuron that is left out also moves the states that later layers are predicted from."""
 
     layers: tuple[LayerQuality, ...]
     tokens: int
@@ -57,6 +60,28 @@ class Judged:
     def precision(self) -> float:
         """Over all layers' neurons at once."""
         return _ratio(self._both, sum(row.predicted_share for row in self.layers))
+
+    def warnings(self) -> list[str]:
+        """What a user should know before running with it."""
+        told = []
+        short = {
+            row.layer: row.recall_target - row.recall
+            for row in self.layers
+            if row.recall_target - row.recall > SHORT
+        }
+        if short:
+            layers = ", ".join(map(str, short))
+            told.append(
+                f"recall is under its target by up to {100 * max(short.values()):.0f} points "
+                f"(layers {layers}): learn from text that is more like this one, or from more"
+            )
+        share = sum(row.density for row in self.layers) / len(self.layers)
+        if self.precision < GUESS * share:
+            told.append(
+                f"precision {self.precision:.1%} is hardly better than guessing ({share:.1%} of "
+                "all neurons fire): train on more tokens, for more epochs or with a larger rank"
+            )
+        return told
 
     @property
     def _both(self) -> float:

@@ -57,13 +57,13 @@ def train(
     width = max(32, header.d_model // 4) if rank is None else rank
     if width < 1 or epochs < 1:
         raise KairoxError(f"rank {width}, epochs {epochs}: both must be 1 or more")
-    apart = _apart(trace)
-    if (~apart).sum() < LEAST or not apart.any():
+    kept = apart(trace)
+    if (~kept).sum() < LEAST or not kept.any():
         raise KairoxError(
             f"{trace.n_tokens} tokens are too few: at least {LEAST} to train on, and a fifth more "
             "of each text to choose thresholds; record more"
         )
-    learnt, chosen = torch.from_numpy(~apart), torch.from_numpy(apart)
+    learnt, chosen = torch.from_numpy(~kept), torch.from_numpy(kept)
     generator = torch.Generator().manual_seed(seed)
     nets, thresholds = [], []
     for layer in range(n_layers):
@@ -89,15 +89,15 @@ def train(
     return MlpPredictor(info, tuple(nets))
 
 
-def _apart(trace: Trace) -> NDArray[np.bool_]:
+def apart(trace: Trace) -> NDArray[np.bool_]:
     """bool [n_tokens]: the last fifth of each text, so that every text chooses thresholds."""
     texts = {info.seq: info.source_sha256 for info in trace.header.sequences}
     of_token = np.array([texts[seq] for seq in trace.seq[trace.layer == 0].tolist()])
-    apart = np.zeros(len(of_token), bool)
+    kept = np.zeros(len(of_token), bool)
     for text in dict.fromkeys(texts.values()):
         tokens = np.flatnonzero(of_token == text)
-        apart[tokens[len(tokens) - int(APART * len(tokens)) :]] = True
-    return apart
+        kept[tokens[len(tokens) - int(APART * len(tokens)) :]] = True
+    return kept
 
 
 def _fit(

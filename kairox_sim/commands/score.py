@@ -100,7 +100,8 @@ def score(
     """Score given text: nats per token, and a hash of the logits under any settings.
 
     Two runs with one hash gave the same logits, bit for bit: with numerics deterministic, placement
-    (budget, policy, timing) changes nothing.
+    (budget, policy, timing) changes nothing. Under gating predicted a chunk of a prefill computes
+    what is predicted for any of its tokens: the loss depends on --prefill and on prefill_chunk.
 
     Example: kairox score --model experiments/models/tiny-reglu
     --text experiments/prompts/prose.txt --slots 100 --policy lru --numerics deterministic

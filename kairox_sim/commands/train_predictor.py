@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kairox_sim.commands.live_options import Thresholds
-from kairox_sim.commands.options import Json, exec_extra, print_json, progress, say, wide_console
+from kairox_sim.commands.options import (
+    Json,
+    exec_extra,
+    print_json,
+    print_warnings,
+    progress,
+    say,
+    wide_console,
+)
 from kairox_sim.commands.record import INTERRUPTED, Threads
 from kairox_sim.errors import KairoxError
 from kairox_sim.outputs import require_place
@@ -94,8 +102,9 @@ def train_predictor(
 ) -> None:
     """Train the two-layer predictor of each layer's neurons, and say how good it is elsewhere.
 
-    Judged are recall, precision and cost of each layer, on tokens that were not trained on; it is
-    refused on others. Use it with --predictor-file FILE. Ctrl-C leaves no half of a file.
+    Judged are recall, precision and cost of each layer, on tokens that were not trained on: others
+    are refused. Run it with --predictor-file FILE, one for attn_in also with --set trigger=attn_in.
+    Ctrl-C leaves no half of a file (exit code 130).
 
     Example: kairox train-predictor --model experiments/models/tiny-reglu
     --text experiments/prompts/prose.txt --eval-text experiments/prompts/code.txt
@@ -116,12 +125,8 @@ def train_predictor(
     recording = None if trace is None or hidden is None else data.Recording(trace, hidden, model)
     of_text = {"tokens": tokens, "skip": skip}
     of_eval = {"eval_tokens": eval_tokens, "eval_skip": eval_skip}
-    training: dict[str, Any] = {
-        "rank": rank,
-        "recall": _targets(recall),
-        "epochs": epochs,
-        "seed": seed,
-    }
+    training: dict[str, Any] = {"rank": rank, "epochs": epochs, "seed": seed}
+    training["recall"] = _targets(recall)
     if recording is not None:
         whole = "with --trace and --hidden, which are read whole"
         _refuse(of_text if held_out else of_text | of_eval, whole)
@@ -134,7 +139,7 @@ def train_predictor(
     def judged_texts(files: list[Path]) -> Texts | None:
         if not files or (eval_tokens == 0 and predictor is None):
             return None
-        return read_by_model(files, 512 if eval_tokens is None else eval_tokens, eval_skip or 0)
+        return read_by_model(files, _or(eval_tokens, 512), _or(eval_skip, 0))
 
     set_threads(threads)
     made: MlpPredictor
@@ -155,11 +160,7 @@ def train_predictor(
             else:
                 learnt = None
                 if texts:
-                    n, first = (
-                        (2048 if tokens is None else tokens),
-                        (4096 if skip is None else skip),
-                    )
-                    learnt = read_by_model(texts, n, first)
+                    learnt = read_by_model(texts, _or(tokens, 2048), _or(skip, 4096))
                 file = _free(out, force)
                 made, judged = train_on(
                     _one_of(learnt, recording, "learn from", "--text"),
@@ -176,6 +177,12 @@ def train_predictor(
         print_json(_content(file, made, judged))
     else:
         _print(file, made, judged)
+    if judged is not None:
+        print_warnings(judged.warnings())
+
+
+def _or(given: int | None, default: int) -> int:
+    return default if given is None else given
 
 
 def _split(
@@ -251,6 +258,7 @@ def _content(file: Path, made: MlpPredictor, judged: Judged | None) -> dict[str,
             "precision": judged.precision,
             "seconds_are": "measured on this CPU",
             "threads": judged.threads,
+            "warnings": judged.warnings(),
         }
         content["layers"] = [dataclasses.asdict(row) for row in judged.layers]
     return content

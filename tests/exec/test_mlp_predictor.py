@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from kairox_exec.families import family_of, hook_layer
 from kairox_exec.hidden_states import AFTER_ATTENTION, ENTERING, HiddenStates, read_hidden_states
 from kairox_exec.loading import load_dense
 from kairox_exec.mlp_predictor import LayerNet, MlpPredictor, PredictorInfo, load_predictor
 from kairox_exec.predictor_judging import evaluate
-from kairox_exec.predictor_training import train
+from kairox_exec.predictor_training import active_of, apart, train
 from kairox_exec.recording import record
 from kairox_exec.text import encode_file, load_tokenizer
-from kairox_sim.cli import app
 from kairox_sim.errors import KairoxError
 from kairox_sim.trace import Trace, read_trace
 
@@ -70,21 +67,6 @@ def test_states_are_those_of_the_dense_model(
         torch.testing.assert_close(ours, theirs, rtol=2e-3, atol=2e-3)
     own = torch.from_numpy(hidden.fed_to(0).astype(np.float32))
     torch.testing.assert_close(own, seen[0, AFTER_ATTENTION].half().float(), rtol=2e-3, atol=2e-3)
-
-
-def test_a_cut_file_keeps_its_whole_steps(
-    recorded: tuple[Recorded, Recorded], tmp_path: Path, tiny_reglu_dir: Path, prompts_dir: Path
-) -> None:
-    _, whole = _record(tiny_reglu_dir, prompts_dir / "math.txt", tmp_path, "w", tokens=8, prefill=4)
-    data = (tmp_path / "w.hidden").read_bytes()
-    (tmp_path / "cut").write_bytes(data[: len(data) * 3 // 4])
-    cut = read_hidden_states(tmp_path / "cut")
-    assert 4 <= cut.n_tokens < whole.n_tokens == 8
-    for key, states in cut.states.items():
-        assert np.array_equal(states, whole.states[key][: len(states)])
-    (tmp_path / "other").write_bytes(b"not arrow")
-    with pytest.raises(KairoxError, match="cannot read the hidden states"):
-        read_hidden_states(tmp_path / "other")
 
 
 def test_training_reaches_its_recall_on_other_tokens(recorded: tuple[Recorded, Recorded]) -> None:
@@ -174,15 +156,73 @@ def test_files_that_are_no_predictors(tmp_path: Path, tiny_reglu_dir: Path) -> N
         load_predictor(tiny_reglu_dir / "model.safetensors")
 
 
-def test_the_command(tiny_reglu_dir: Path, prompts_dir: Path, tmp_path: Path) -> None:
-    out = tmp_path / "p.safetensors"
-    given = ["train-predictor", "--model", str(tiny_reglu_dir), "-o", str(out)]
-    texts = ["--text", str(prompts_dir / "prose.txt")]
-    small = ["--tokens", "160", "--skip", "1000", "--eval-tokens", "64", "--epochs", "1"]
-    told = CliRunner().invoke(app, [*given, *texts, *small, "--rank", "8", "--json"])
-    assert told.exit_code == 0, told.output
-    found = json.loads(told.stdout)
-    assert (found["rank"], len(found["layers"]), found["trigger"]) == (8, 6, "attn_out")
-    assert load_predictor(out).rank == 8
-    assert CliRunner().invoke(app, [*given, *texts, *small]).exit_code != 0  # it exists
-    assert CliRunner().invoke(app, [*given, "--force"]).exit_code != 0  # nothing to learn from
+def test_a_target_of_each_layer_is_kept(
+    recorded: tuple[Recorded, Recorded], tmp_path: Path
+) -> None:
+    learnt_from, other = recorded
+    targets = (0.6, 0.7, 0.8, 0.9, 0.95, 0.99)
+    predictor = train(*learnt_from, rank=32, recall=targets, epochs=3)
+    assert load_predictor(predictor.save(tmp_path / "p")).info.recall_target == targets
+    layers = evaluate(predictor, *other).layers
+    assert [row.recall_target for row in layers] == list(targets)
+    assert all(abs(row.recall - row.recall_target) < 0.12 for row in layers)
+    with pytest.raises(KairoxError, match="one for each of the 6"):
+        train(*learnt_from, recall=(0.9, 0.8))
+
+
+def test_thresholds_hold_on_the_tokens_that_were_kept_apart(
+    recorded: tuple[Recorded, Recorded],
+) -> None:
+    """Exactly: the share of active neurons above it; a little higher would not do."""
+    (trace, hidden), _ = recorded
+    predictor = train(trace, hidden, rank=16, recall=0.9, epochs=1)
+    assert int(0.2 * trace.n_tokens) == 204
+    for layer in range(6):
+        active = active_of(trace, layer)[-204:]
+        states = torch.from_numpy(hidden.fed_to(layer)[-204:].copy())
+        assert (predictor.predict(layer, states).numpy() & active).sum() >= 0.9 * active.sum()
+        higher = predictor.shifted(0.05).predict(layer, states).numpy()
+        assert (higher & active).sum() < 0.9 * active.sum()
+
+
+def test_every_text_chooses_thresholds(recorded: tuple[Recorded, Recorded]) -> None:
+    (trace, _), _ = recorded
+    sequences = trace.header.sequences
+    texts = tuple(replace(s, source_sha256=f"{s.seq // 2}" * 64) for s in sequences)
+    other = Trace.from_arrays(
+        replace(trace.header, sequences=texts), seq=trace.seq, step=trace.step, token=trace.token,
+        layer=trace.layer, phase=trace.phase, bits=trace.bits,
+    )  # fmt: skip
+    kept = apart(other).reshape(len(sequences), -1)  # windows of one length
+    of_text = [int(kept[i : i + 2].sum()) for i in range(0, len(sequences), 2)]
+    assert of_text == [int(0.2 * 2 * kept.shape[1])] * (len(sequences) // 2)
+    assert kept[:, 0].sum() == 0  # the last ones of each
+    assert kept[1::2, -1].all()
+
+
+def test_an_interrupted_write_leaves_the_old_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = _made().save(tmp_path / "p.safetensors")
+    before = path.read_bytes()
+
+    def stopped(_tensors: object, to: Path, **_how: object) -> None:
+        Path(to).write_bytes(b"half")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("safetensors.torch.save_file", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        _made(n=7).save(path)
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(
+    "about", ["{", "[]", "{}", '{"format": 1}', '{"format": 1, "seen": 3}', '{"format": 7}']
+)
+def test_a_predictor_that_does_not_say_what_it_is(tmp_path: Path, about: str) -> None:
+    from safetensors.torch import save_file
+
+    save_file({"x": torch.zeros(1)}, tmp_path / "p", metadata={"kairox.predictor": about})
+    with pytest.raises(KairoxError, match=r"is damaged|another version"):
+        load_predictor(tmp_path / "p")
