@@ -158,6 +158,22 @@ def test_parts_of_a_split_add_up_to_the_same_bits() -> None:
     assert torch.equal(parts[0] + parts[1], whole)
 
 
+@pytest.mark.parametrize("numerics", ["fast", "deterministic"])
+def test_the_slot_that_a_neuron_is_in_changes_no_bit(numerics: str) -> None:
+    spec = FfnSpec(D, True, "relu", 0.0, "float16", numerics)  # type: ignore[arg-type]
+    x, weights = _inputs(False)
+    stored, moved = encode(weights, "float16"), torch.empty(N_PLACES, 3, D, dtype=torch.float16)
+    places = torch.randperm(N_PLACES, generator=torch.Generator().manual_seed(15))
+    moved[places] = stored
+    x_d, stored_d, moved_d = _to(x, stored, moved)
+    index_d, places_d = _to(torch.arange(N, dtype=torch.int32), places[:N].int())
+    here = triton_cuda.ffn_union(x_d, stored_d, index_d, spec)
+    there = triton_cuda.ffn_union(x_d, moved_d, places_d, spec)
+    assert torch.equal(here, there)
+    reverse = triton_cuda.ffn_union(x_d, stored_d, index_d.flip(0), spec)
+    assert torch.equal(here, reverse) == (numerics == "deterministic")  # the order does
+
+
 def test_slots_that_are_not_in_the_index_are_not_read() -> None:
     spec = FfnSpec(D, True, "relu", 0.0, "float32", "fast")
     x, weights = _inputs(False)
