@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 
 from kairox_exec.text import Tokenizer, encode_file, read_prompts, windows
 from kairox_sim.errors import KairoxError
+from kairox_sim.settings import Settings
+from kairox_sim.trace import Trace
 from kairox_sim.trace_format import SequenceInfo
 
 Paths = str | Path | Sequence[str | Path]
@@ -96,3 +98,19 @@ def require_context(config: Any, feeds: Sequence[Feed]) -> None:
 def paths_of(given: Paths) -> list[Path]:
     """One path or several, as a list."""
     return [Path(given)] if isinstance(given, str | Path) else [Path(path) for path in given]
+
+
+def read_paths(
+    model_dir: str | Path,
+    texts: Paths,
+    prompts: Paths,
+    settings: Settings | None = None,
+    prior: Trace | str | Path | None = None,
+) -> list[Path]:
+    """Every file that a recording reads."""
+    found = [*paths_of(texts), *paths_of(prompts), *Path(model_dir).glob("*")]
+    named = (
+        [] if settings is None else [settings.prior, settings.predictor_file, settings.thresholds]
+    )
+    given = prior.path if isinstance(prior, Trace) else prior
+    return found + [Path(path) for path in (*named, given) if path is not None]

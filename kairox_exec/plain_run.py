@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from kairox_exec.families import family_of
-from kairox_exec.feeds import Feed, Paths, feeds_of, paths_of, require_context
+from kairox_exec.feeds import Feed, Paths, feeds_of, paths_of, read_paths, require_context
 from kairox_exec.generation import stop_tokens
 from kairox_exec.hidden_states import HiddenStatesWriter
 from kairox_exec.loading import load_dense
@@ -23,7 +23,7 @@ from kairox_exec.sampling import Choose, sampler
 from kairox_exec.text import check_vocabulary, load_tokenizer
 from kairox_exec.thresholds import read_thresholds
 from kairox_sim.errors import KairoxError
-from kairox_sim.outputs import require_place
+from kairox_sim.outputs import require_apart, require_place
 from kairox_sim.record import StepRecord
 
 DEVICES = ("auto", "cpu", "cuda")
@@ -68,6 +68,10 @@ def record_plain_run(
         hidden = require_place(hidden, "file of hidden states")
         if hidden.exists() and not force:
             raise KairoxError(f"{hidden} exists; name another file for hidden states, or use force")
+    require_apart(
+        {"trace": out, "file of hidden states": hidden},
+        [*read_paths(model_dir, texts, prompts), *([] if thresholds is None else [thresholds])],
+    )
     where = _device(device)
     per_layer = None if thresholds is None else read_thresholds(thresholds, model_dir).per_layer
     loaded, config = load_dense(model_dir, dtype=dtype, thresholds=per_layer)

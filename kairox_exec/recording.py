@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from kairox_exec.families import activation_of, family_of
-from kairox_exec.feeds import Feed, Paths, feeds_of, paths_of, require_context
+from kairox_exec.feeds import Feed, Paths, feeds_of, paths_of, read_paths, require_context
 from kairox_exec.generation import stop_tokens
 from kairox_exec.hidden_states import HiddenStatesWriter
 from kairox_exec.live import (
@@ -44,7 +44,7 @@ from kairox_exec.thresholds import read_thresholds
 from kairox_sim.calllog import CallLogWriter, call_log_header
 from kairox_sim.errors import KairoxError
 from kairox_sim.hardware import HardwareProfile, LinkProfile
-from kairox_sim.outputs import require_place
+from kairox_sim.outputs import require_apart, require_place
 from kairox_sim.policies import POLICIES
 from kairox_sim.policies.base import Trigger
 from kairox_sim.record import StepRecord
@@ -106,14 +106,16 @@ def record(
     stream = free_path(out, force)
     if call_log is not None:
         log_place = require_place(call_log, "call log")
-        if log_place.resolve() == out.resolve():
-            raise KairoxError(f"the trace and the call log are both {out}; name another for one")
         if log_place.exists() and not force:
             raise KairoxError(f"{call_log} exists; name another call log, or use force")
     if hidden is not None:
         hidden = require_place(hidden, "file of hidden states")
         if hidden.exists() and not force:
             raise KairoxError(f"{hidden} exists; name another file for hidden states, or use force")
+    require_apart(
+        {"trace": out, "call log": call_log, "file of hidden states": hidden},
+        read_paths(model_dir, texts, prompts, settings, prior),
+    )
     shape = model_shape(model_dir, settings)
     tokenizer = load_tokenizer(model_dir)
     check_vocabulary(tokenizer, shape.vocab)

@@ -183,6 +183,11 @@ def record(
         }  # fmt: skip
         hybrid = decided | given | machine | beside
         _refuse(hybrid | {"settings": settings, "policy": policy, "call_log": call_log})
+        if trigger is not None and hidden is None:
+            raise KairoxError(
+                "--trigger with --run plain is of the hidden states, since nothing is predicted; "
+                "give --hidden too, or leave it out"
+            )
         how = {"dtype": dtype or "float32", "thresholds": thresholds, "batch": batch}
         how |= {"trigger": trigger or "attn_out"}
         record_run = record_plain_run

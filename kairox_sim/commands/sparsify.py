@@ -10,6 +10,7 @@ import typer
 
 from kairox_sim.commands.options import Json, exec_extra, print_json, progress
 from kairox_sim.commands.record import Model, Threads
+from kairox_sim.outputs import require_apart, require_place
 
 if TYPE_CHECKING:
     from kairox_exec.thresholds import Thresholds
@@ -45,6 +46,9 @@ def sparsify(
         from kairox_exec.live import set_threads
         from kairox_exec.sparsify import sparsify as run
 
+    if out is not None:
+        require_place(out, "thresholds")
+        require_apart({"thresholds": out}, [text, *([] if eval_text is None else [eval_text])])
     set_threads(threads)
     with progress() as bar:
         task = bar.add_task("loading", total=None)
