@@ -2,12 +2,14 @@
 
 `cudaHostRegister` locks exactly the pages given; torch's pinned allocator rounds up to a power of
 two (PyTorch issue 95823), which is right for small buffers and costs gigabytes for a model. Where
-locking is refused the rows stay pageable, and the status says so.
+locking is refused the rows stay pageable, and the status says so. A page is locked once: rows that
+begin or end in a page of others, as small ones do that lie side by side, are copied instead.
 """
 
 from __future__ import annotations
 
 import math
+import mmap
 from collections import defaultdict
 
 import torch
@@ -21,6 +23,7 @@ class Held:
     def __init__(self, streams: Streams) -> None:
         self._streams = streams
         self._locked: list[torch.Tensor] = []
+        self._known: dict[int, torch.Tensor] = {}  # by where they lie: as they are held
         self._refused = ""
         self.pinned_bytes = self.pageable_bytes = 0
 
@@ -36,24 +39,40 @@ class Held:
         return self.pinned_bytes > 0 and not self._refused
 
     def hold(self, rows: torch.Tensor) -> torch.Tensor:
-        """The same rows. Twice the same memory is locked once."""
+        """The same rows, or a pinned copy. Twice the same memory is locked once."""
         n_bytes = rows.numel() * rows.element_size()
-        if not n_bytes or any(rows.data_ptr() == other.data_ptr() for other in self._locked):
-            return rows
+        if not n_bytes or rows.data_ptr() in self._known:
+            return self._known.get(rows.data_ptr(), rows)
+        held = rows
         if not rows.is_pinned():
-            why = self._streams.lock_pages(rows)
-            if why:
+            if self._shares_a_page(rows):
+                held = self._streams.pinned(n_bytes).view(rows.dtype).view(rows.shape).copy_(rows)
+            elif why := self._streams.lock_pages(rows):
                 self.pageable_bytes += n_bytes
                 self._refused = why
                 return rows
-            self._locked.append(rows)
+            else:
+                self._locked.append(rows)
+        self._known[rows.data_ptr()] = held
         self.pinned_bytes += n_bytes
-        return rows
+        return held
 
     def release(self) -> None:
         for rows in self._locked:
             self._streams.unlock_pages(rows)
         self._locked.clear()
+        self._known.clear()
+
+    def _shares_a_page(self, rows: torch.Tensor) -> bool:
+        first, last = _pages(rows)
+        return any(first <= b and a <= last for a, b in map(_pages, self._locked))
+
+
+def _pages(rows: torch.Tensor) -> tuple[int, int]:
+    """The first and the last that hold a byte of them."""
+    begin = rows.data_ptr()
+    end = begin + rows.numel() * rows.element_size() - 1
+    return begin // mmap.PAGESIZE, end // mmap.PAGESIZE
 
 
 class Ring:

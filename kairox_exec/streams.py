@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Protocol
 
 import torch
@@ -114,10 +114,20 @@ class TorchStreams:
         code = int(_runtime().cudaHostRegister(rows.data_ptr(), n_bytes, 0))
         if code == 0:
             return ""
+        self._forget_last_error()
         return f"cudaHostRegister of {n_bytes:,} bytes: CUDA error {code}"
 
     def unlock_pages(self, rows: torch.Tensor) -> None:
-        _runtime().cudaHostUnregister(rows.data_ptr())
+        if int(_runtime().cudaHostUnregister(rows.data_ptr())) != 0:
+            self._forget_last_error()
+
+    def _forget_last_error(self) -> None:
+        """CUDA keeps the latest error, and torch would raise it for the next kernel it launches.
+
+        torch has no cudaGetLastError (its pull request 165990), but asks it after every launch.
+        """
+        with suppress(RuntimeError):
+            torch.ones(1, device=self.device)
 
     def ns_between(self, earlier: Any, later: Any) -> int:
         return round(float(earlier.elapsed_time(later)) * 1e-3 * NS)
