@@ -115,7 +115,7 @@ class Validation:
 
     def _said_of_settings(self) -> list[str]:
         if self.barred.empty:
-            return [f"judged: all {len(self.table)} settings"]
+            return [f"judged: {len(self.table)} of {len(self.table)} settings"]
         named = ", ".join(
             f"{row['setting']} ({row['overrun_share']:.1%})"
             for row in self.barred.to_dict(orient="records")

@@ -105,7 +105,7 @@ def test_the_limit_is_still_clean_and_what_is_not_paced_cannot_fall_behind() -> 
     assert len(Validation(rows(3, {0: OVERRUN_LIMIT * 1.001}), SAID).barred) == 1
     unpaced = Validation(rows(3).assign(overrun_share=np.nan), SAID)
     assert len(unpaced.clean) == 3
-    assert unpaced.said()[1] == "judged: all 3 settings"
+    assert unpaced.said()[1] == "judged: 3 of 3 settings"
 
 
 @pytest.mark.parametrize(("n_barred", "passed"), [(0, True), (2, True), (3, None), (14, None)])
