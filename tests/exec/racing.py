@@ -206,6 +206,9 @@ def logits_of(
             n_tokens = hidden.reshape(-1, hidden.shape[-1]).shape[0]
             return torch.from_numpy(rng.random((n_tokens, n_neurons)) < predicted_share)
 
+        def to(self, device: torch.device) -> Any:
+            return self
+
     drawn: Any = Drawn()
     drawn.trigger = trigger if trigger in ("attn_in", "attn_out", "serial") else "attn_out"
     device = Racing(rng, p_land=p_land, p_drop=p_drop)
