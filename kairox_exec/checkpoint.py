@@ -177,7 +177,10 @@ def open_checkpoint(model_dir: str | Path) -> Checkpoint:
         return Checkpoint(directory, _of_files(_chosen(weight_files(directory))))
     try:
         weight_map: dict[str, str] = dict(json.loads(index.read_text("utf-8"))["weight_map"])
-    except (UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
+        for file in weight_map.values():
+            if not isinstance(file, str) or Path(file).name != file:
+                raise ValueError(f"a file of the same folder is named by {file!r}")
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise KairoxError(f"{index} is not an index of safetensors: {error!r}; {_AGAIN}") from error
     absent = sorted({f for f in weight_map.values() if not (directory / f).is_file()})
     if absent:
@@ -245,10 +248,13 @@ def read_header(path: Path) -> dict[str, Entry]:
         end = 0
         for name, said in content.items():
             first, last = said["data_offsets"]
-            shape = tuple(int(n) for n in said["shape"])
-            entries[name] = Entry(path, said["dtype"], shape, last - first)
+            shape, dtype = tuple(said["shape"]), said["dtype"]
+            whole = all(type(n) is int and n >= 0 for n in (*shape, first, last - first))
+            if not (whole and isinstance(dtype, str)):
+                raise ValueError(f"{name} is {said}")
+            entries[name] = Entry(path, dtype, shape, last - first)
             end = max(end, last)
-    except (UnicodeDecodeError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise KairoxError(f"{path}: its header is not safetensors': {error!r}; {_AGAIN}") from error
     if size != 8 + n_header + end:
         cut = [n for n, e in content.items() if 8 + n_header + e["data_offsets"][1] > size]

@@ -59,6 +59,7 @@ __all__ = [
 KernelChoice = Literal["numba", "torch"]
 """numba: on the host, with Triton's on a GPU; torch: the reference, on both"""
 CPU = torch.device("cpu")
+MOST_THREADS = 1024
 
 
 def start(
@@ -114,10 +115,11 @@ def start(
     )  # fmt: skip
     if on_loaded is not None and loaded.notice:
         on_loaded(loaded.notice)
+    longest = int(loaded.config.max_position_embeddings)
     cache = build_cache(
         settings, shape.n_layers, shape.n_neurons,
         prior=learnt_from, shape=shape, profile=device.profile, journal=journal,
-        context_len=context_len or int(loaded.config.max_position_embeddings),
+        context_len=min(context_len or longest, longest),
     )  # fmt: skip
     runner = run_bundles(
         loaded.model,
@@ -201,8 +203,8 @@ def set_threads(n: int | None) -> int:
     The host's and the link's lane have a thread each beside them: on a few cores give one to torch.
     """
     if n is not None:
-        if n < 1:
-            raise KairoxError(f"threads must be 1 or more, got {n}")
+        if not 1 <= n <= MOST_THREADS:
+            raise KairoxError(f"threads must be 1 to {MOST_THREADS}, got {n}")
         torch.set_num_threads(n)
     return torch.get_num_threads()
 
@@ -226,9 +228,13 @@ def _require_built(settings: Settings) -> None:
     """What a simulation can be asked for and the executor cannot do yet, all in one message."""
     untrained = predictor_of(settings) == "rank" and settings.predictor_file is None
     policy = POLICIES[settings.policy]
+    in_force = {
+        **{key: getattr(settings, key) for key in Settings.model_fields},
+        "predictor": predictor_of(settings),
+        "late": settings.late or policy.default_late,
+    }
     said = [
-        f"{key} {predictor_of(settings) if key == 'predictor' else getattr(settings, key)!r} "
-        f"(allowed: {allowed})"
+        f"{key} {in_force[key]!r} (allowed: {allowed})"
         for key, allowed, runs in (
             ("gating", "exact, oracle, screened, predicted", settings.gating != "dense"),
             ("policy", "one that does not know the future", "future" not in policy.needs),
@@ -245,7 +251,7 @@ def _require_built(settings: Settings) -> None:
             ),
             ("placement", "counts", settings.placement == "counts"),
             ("dispatch", "concurrent", settings.dispatch == "concurrent"),
-            ("late", "cpu, stall", (settings.late or policy.default_late) != "cancel"),
+            ("late", "cpu, stall", in_force["late"] != "cancel"),
             ("layout", "natural", settings.layout == "natural"),
             *(
                 (key, repr(default), getattr(settings, key) == default)

@@ -19,7 +19,7 @@ from kairox_exec.checkpoint import Progress
 from kairox_exec.cuda import CudaDevice
 from kairox_exec.emulated import EmulatedDevice
 from kairox_exec.host_pool import HostPool
-from kairox_exec.loading import DTYPES, read_config
+from kairox_exec.loading import dtype_named, read_config
 from kairox_exec.mlp_predictor import load_predictor
 from kairox_sim.costs import CostModel, costs_for
 from kairox_sim.errors import KairoxError
@@ -70,7 +70,7 @@ def model_shape(model_dir: str | Path, settings: Settings | None = None) -> Mode
     """
     config = read_config(model_dir)
     name = Path(model_dir).resolve().name
-    n_bytes = float(DTYPES[(settings or Settings()).dtype].itemsize)
+    n_bytes = float(dtype_named((settings or Settings()).dtype).itemsize)
     approximate = settings is not None and settings.thresholds is not None
     shape = shape_from_config(config, name=name, bytes_per_weight=n_bytes, approximate=approximate)
     known = CATALOGUE.get(name)

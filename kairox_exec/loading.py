@@ -17,15 +17,22 @@ from kairox_exec.checkpoint import Checkpoint, Progress, model_sha256, open_chec
 from kairox_exec.families import Family, Rule, decoder_layers, family_of, rule_of
 from kairox_exec.ffn_spec import FfnSpec, Numerics
 from kairox_exec.formats import Format, row_bytes
-from kairox_exec.skeleton import fill, plan, skeleton, stored_bytes
+from kairox_exec.skeleton import UNBUILDABLE, fill, plan, reason, skeleton, stored_bytes
 from kairox_exec.weights import FfnWeights, NeuronBundles, bundle_weights, row_names
 from kairox_sim.errors import KairoxError
 
 __all__ = [
-    "DTYPES", "Loaded", "config_for", "load_bundled", "load_dense", "load_reference",
-    "model_sha256", "read_config",
+    "Loaded",
+    "config_for",
+    "dtype_named",
+    "load_bundled",
+    "load_dense",
+    "load_reference",
+    "model_sha256",
+    "read_config",
 ]  # fmt: skip
 
+MOST_LAYERS = 1000  # published models have up to 126
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 WORTH_KEEPING_BYTES = 256 * 10**6  # of bundles: below, they are made in about a second
 
@@ -50,7 +57,7 @@ def load_dense(
     _refuse_quantised(directory, raw)
     with open_checkpoint(directory) as checkpoint:
         config = config_for(directory, raw, family, rule)
-        model = skeleton(directory, config, DTYPES[dtype])
+        model = skeleton(directory, config, dtype_named(dtype))
         in_files, groups = plan(model, checkpoint, family)
         _require_memory(directory, stored_bytes(model))
         fill(model, checkpoint, in_files, groups)
@@ -89,9 +96,8 @@ def config_for(directory: Path, raw: dict[str, Any], family: Family, rule: Rule)
         return AutoConfig.for_model(
             model_type if model_type in CONFIG_MAPPING else family.loads_as, **values
         )
-    except (StrictDataclassError, ValueError, TypeError) as error:
-        reason = " ".join(str(error).split())
-        raise KairoxError(f"{directory / 'config.json'}: {reason}") from error
+    except (StrictDataclassError, *UNBUILDABLE) as error:
+        raise KairoxError(f"{directory / 'config.json'}: {reason(error)}") from error
 
 
 def _require_memory(directory: Path, n_bytes: int, root: Path = Path("/")) -> None:
@@ -134,12 +140,25 @@ def read_config(model_dir: str | Path) -> dict[str, Any]:
             "*.safetensors and tokenizer.json"
         )
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raw = json.loads(path.read_text(encoding="utf-8-sig"))
+    except (ValueError, RecursionError) as error:
         raise KairoxError(f"{path} is not JSON: {error}") from error
     if not isinstance(raw, dict):
         raise KairoxError(f"{path} holds a JSON {type(raw).__name__}, not an object")
+    n_layers = raw.get("num_hidden_layers")
+    if isinstance(n_layers, int) and n_layers > MOST_LAYERS:
+        raise KairoxError(
+            f"{path} says num_hidden_layers {n_layers} (allowed: up to {MOST_LAYERS}); is it of a "
+            "model?"
+        )
     return raw
+
+
+def dtype_named(name: str) -> torch.dtype:
+    """float32, bfloat16 or float16; KairoxError for others."""
+    if name not in DTYPES:
+        raise KairoxError(f"unknown dtype {name!r}; allowed: {', '.join(DTYPES)}")
+    return DTYPES[name]
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +215,7 @@ def load_bundled(
     _refuse_quantised(directory, raw)
     with open_checkpoint(directory) as checkpoint:
         config = config_for(directory, raw, family, rule)
-        model = skeleton(directory, config, DTYPES[dtype])
+        model = skeleton(directory, config, dtype_named(dtype))
         in_files, groups = plan(model, checkpoint, family)
         layers = decoder_layers(model, family)
         ours = _ffn_names(family, len(layers))

@@ -17,6 +17,19 @@ from kairox_exec.checkpoint import FLOATS, Checkpoint, Progress, require_finite,
 from kairox_exec.families import Family, decoder_layers
 from kairox_sim.errors import KairoxError
 
+# What transformers raises where a config's values are no model's; several of them by accident.
+UNBUILDABLE = (
+    ValueError, RuntimeError, TypeError, LookupError, AttributeError, ArithmeticError,
+    AssertionError, ImportError,
+)  # fmt: skip
+
+
+def reason(error: BaseException) -> str:
+    """In one line; a bare key or name says little without its kind."""
+    text = " ".join(str(error).split())
+    kinds = (LookupError, AttributeError, ArithmeticError, AssertionError)
+    return f"{type(error).__name__} {text}" if isinstance(error, kinds) else text
+
 
 class _EmptyOnMeta(TorchFunctionMode):
     """torch.empty has no memory. Buffers, which are computed, are real: rotary frequencies are."""
@@ -38,8 +51,10 @@ def skeleton(directory: Path, config: Any, dtype: torch.dtype) -> nn.Module:
     try:
         with _EmptyOnMeta():
             model: nn.Module = auto.from_config(config, dtype=dtype)
-    except (ValueError, RuntimeError, TypeError) as error:
-        raise KairoxError(f"{directory / 'config.json'} describes no model: {error}") from error
+    except UNBUILDABLE as error:
+        raise KairoxError(
+            f"{directory / 'config.json'} describes no model: {reason(error)}"
+        ) from error
     return model.eval().requires_grad_(False)
 
 

@@ -169,7 +169,7 @@ def test_threads_are_set_and_checked() -> None:
     before = live.set_threads(None)
     try:
         assert live.set_threads(1) == 1
-        with pytest.raises(KairoxError, match="1 or more"):
+        with pytest.raises(KairoxError, match="1 to 1024"):
             live.set_threads(0)
     finally:
         live.set_threads(before)
