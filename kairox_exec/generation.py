@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from kairox_exec.device import Device
 from kairox_exec.live import (
     ONE_THREAD,
     HostSide,
@@ -150,12 +151,6 @@ def _result(
     paced_by = "unpaced" if profile is None else f"slowed {profile.time_scale:g} x"
     where = next(runner.model.parameters()).device.type
     overruns = device.n_overruns / device.n_ops if device.n_ops else np.nan
-    warnings = []
-    if costs is not None and overruns > 0.02:
-        warnings.append(
-            f"{overruns:.1%} of the ops took longer than the emulated machine allows: the times "
-            "are not its own; close other programs, or raise --time-scale"
-        )
     return RunResult(
         steps=steps,
         summary=summarise(
@@ -172,9 +167,19 @@ def _result(
         },
         unused_yet=0 if ending is None else ending.unused_yet,
         cancelled_at_end=0 if ending is None else ending.cancelled,
-        warnings=tuple(warnings),
+        warnings=overrun_warnings(device),
         settings=settings.model_dump(mode="json"),
         provenance={"slots": list(runner.cache.capacity), "overrun_share": float(overruns)},
+    )
+
+
+def overrun_warnings(device: Device) -> tuple[str, ...]:
+    """One, where an emulated device was too slow for its profile."""
+    if device.costs is None or device.n_overruns <= 0.02 * device.n_ops:
+        return ()
+    return (
+        f"{device.n_overruns / device.n_ops:.1%} of the ops took longer than the emulated machine "
+        "allows: the times are not its own; close other programs, or raise --time-scale",
     )
 
 

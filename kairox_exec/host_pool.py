@@ -12,6 +12,7 @@ from kairox_exec.lanes import Job, Worker
 from kairox_sim.errors import KairoxError
 
 MAX_NICE = 19
+MAX_THREADS = 1024  # far above any host's cores; without a limit the system's own would be met
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,8 +23,8 @@ class HostPool:
     nice: int = 0
 
     def __post_init__(self) -> None:
-        if self.threads < 1:
-            raise KairoxError(f"host threads must be 1 or more, got {self.threads}")
+        if not 1 <= self.threads <= MAX_THREADS:
+            raise KairoxError(f"host threads must be 1 to {MAX_THREADS}, got {self.threads}")
         if not 0 <= self.nice <= MAX_NICE:
             raise KairoxError(
                 f"host nice must be 0 (leaves it) to {MAX_NICE} (lowest), got {self.nice}"

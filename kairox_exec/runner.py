@@ -212,7 +212,7 @@ class Runner:
         Yields after every step the token that comes next in the sequence, None at its end.
         """
         for given in sequences:
-            tokens = self._checked(given)
+            tokens = checked_tokens(given, self.config)
             sequence = self._begin_sequence()
             chunks = _chunks(tokens[:prefill], prefill_chunk)
             fed = 0
@@ -236,7 +236,7 @@ class Runner:
         Ends after `max_new_tokens` tokens, after a stop token (which is yielded), or where the
         model's context ends. The last token is not fed.
         """
-        tokens = self._checked(prompt)
+        tokens = checked_tokens(prompt, self.config)
         sequence = self._begin_sequence()
         chunks = _chunks(tokens, prefill_chunk)
         for chunk in chunks[:-1]:
@@ -358,20 +358,6 @@ class Runner:
     def _max_context(self) -> int:
         return int(self.config.max_position_embeddings)
 
-    def _checked(self, given: Sequence[int] | NDArray[np.int32]) -> NDArray[np.int32]:
-        tokens = np.asarray(given, np.int32)
-        vocab, longest = int(self.config.vocab_size), self._max_context()
-        if tokens.ndim != 1 or tokens.size == 0:
-            raise KairoxError(f"a sequence is a list of 1 token or more, got {tokens.shape}")
-        if tokens.min() < 0 or tokens.max() >= vocab:
-            raise KairoxError(
-                f"tokens must be 0 to {vocab - 1}, got {tokens.min()} to {tokens.max()}; "
-                "was the text encoded with another model's tokenizer?"
-            )
-        if tokens.size > longest:
-            raise KairoxError(f"{tokens.size} tokens; the model's context holds {longest}")
-        return tokens
-
 
 @contextmanager
 def _enough_memory(what: str) -> Iterator[None]:
@@ -383,6 +369,25 @@ def _enough_memory(what: str) -> Iterator[None]:
             "smaller chunks of the prompt (--set prefill_chunk=16), or end what else uses the "
             "device"
         ) from error
+
+
+def checked_tokens(given: Sequence[int] | NDArray[np.int32], config: Any) -> NDArray[np.int32]:
+    """One sequence as int32 [n_tokens]; KairoxError where the model of `config` cannot take it."""
+    tokens = np.asarray(given, np.int32)
+    vocab, longest = int(config.vocab_size), int(config.max_position_embeddings)
+    if tokens.ndim != 1 or tokens.size == 0:
+        raise KairoxError(f"a sequence is a list of 1 token or more, got {tokens.shape}")
+    if tokens.min() < 0 or tokens.max() >= vocab:
+        raise KairoxError(
+            f"tokens must be 0 to {vocab - 1}, got {tokens.min()} to {tokens.max()}; "
+            "was the text encoded with another model's tokenizer?"
+        )
+    if tokens.size > longest:
+        raise KairoxError(
+            f"{tokens.size} tokens; the model's context holds {longest}: give a shorter prompt or "
+            "window"
+        )
+    return tokens
 
 
 def _chunks(tokens: NDArray[np.int32], size: int) -> list[NDArray[np.int32]]:

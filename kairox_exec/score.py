@@ -21,9 +21,10 @@ import torch
 from numpy.typing import NDArray
 from torch.nn import functional
 
+from kairox_exec.generation import overrun_warnings
 from kairox_exec.live import ONE_THREAD, HostSide, KernelChoice, device_for, start
 from kairox_exec.loading import load_reference
-from kairox_exec.runner import kv_argument
+from kairox_exec.runner import checked_tokens, kv_argument
 from kairox_exec.text import Tokenizer, check_vocabulary, encode_file, load_tokenizer, windows
 from kairox_sim.errors import KairoxError
 from kairox_sim.hardware import HardwareProfile, LinkProfile
@@ -60,9 +61,11 @@ class Score:
     nats_per_token: float
     logits_sha256: str  # of the float32 logits, position after position
     tok_s: float  # wall time of the steps, as the device has it; of text that is given
+    time: str  # measured, or emulated
     prefill: int
     window: int
     difference: Difference | None = None
+    warnings: tuple[str, ...] = ()
 
     @property
     def perplexity(self) -> float:
@@ -161,7 +164,7 @@ def score(
     The first `prefill` tokens of a window are fed at once and not scored, nor is a window's last
     token, which nothing follows. against_dense: also run transformers' own dense model, step by
     step on the same tokens, and say how far the logits are apart. Hashes are comparable between
-    runs of the same software, device type, prefill and window.
+    runs of the same software, device type, torch threads, prefill and window.
     """
     chosen = settings or Settings()
     tokenizer = load_tokenizer(model_dir)
@@ -204,9 +207,11 @@ def score(
         nats_per_token=tally.nats_per_token,
         logits_sha256=tally.logits_sha256,
         tok_s=total / wall_s,
+        time="measured" if machine.costs is None else "emulated",
         prefill=prefill,
         window=window,
         difference=comparison.result() if dense is not None else None,
+        warnings=overrun_warnings(machine),
     )
 
 
@@ -246,6 +251,7 @@ def score_dense(
         nats_per_token=tally.nats_per_token,
         logits_sha256=tally.logits_sha256,
         tok_s=tally.n / wall_s,
+        time="measured",
         prefill=prefill,
         window=window,
     )
@@ -297,6 +303,7 @@ def _dense_steps(
         return logits
 
     def steps(given: Tokens, prefill: int) -> Iterator[torch.Tensor]:
+        checked_tokens(given, config)
         kv = DynamicCache(config=config)
         for at in range(0, prefill, settings.prefill_chunk):
             logits = feed(given[at : min(prefill, at + settings.prefill_chunk)], kv)

@@ -274,13 +274,18 @@ _SCALED = (
 )  # fmt: skip
 
 
+MOST_TIME_SCALE = 1e6  # a token of milliseconds then takes hours, which no run is waited for
+
+
 def scaled(profile: HardwareProfile, time_scale: float) -> HardwareProfile:
     """The same machine, `time_scale` times slower: rates divided, fixed costs multiplied.
 
     `decide` stays: on an emulated machine the policies run for real and are not paced.
     """
-    if not (math.isfinite(time_scale) and time_scale > 0):
-        raise KairoxError(f"time_scale is {time_scale}, must be a finite number above 0")
+    if not 0 < time_scale <= MOST_TIME_SCALE:
+        raise KairoxError(
+            f"time_scale is {time_scale}, must be a number above 0, at most {MOST_TIME_SCALE:g}"
+        )
     parts = {
         field: _slower(getattr(profile, field), time_scale, field)
         for field in HardwareProfile.model_fields

@@ -34,6 +34,7 @@ from kairox_sim.commands.options import (
     Slots,
     exec_extra,
     print_json,
+    print_warnings,
     progress,
     settings_from,
 )
@@ -100,8 +101,9 @@ def score(
     """Score given text: nats per token, and a hash of the logits under any settings.
 
     Two runs with one hash gave the same logits, bit for bit: with numerics deterministic, placement
-    (budget, policy, timing) changes nothing. Under gating predicted a chunk of a prefill computes
-    what is predicted for any of its tokens: the loss depends on --prefill and on prefill_chunk.
+    (budget, policy, timing) changes nothing; --threads, --prefill and --window do. Under gating
+    predicted a chunk of a prefill computes what is predicted for any of its tokens: the loss
+    depends on --prefill and on prefill_chunk.
 
     Example: kairox score --model experiments/models/tiny-reglu
     --text experiments/prompts/prose.txt --slots 100 --policy lru --numerics deterministic
@@ -114,23 +116,20 @@ def score(
     files = [*(text or ()), *(more or ())]
     if not files:
         raise KairoxError("no text to score; name one or more files with --text")
-    given = {"policy": policy, "controller": controller, "slots": slots, "gating": gating}
-    needless = [f"--{name}" for name, value in given.items() if value is not None]
-    if dense and (needless or against_dense):
-        what = ", ".join([*needless, *(["--against-dense"] if against_dense else [])])
-        raise KairoxError(f"--dense scores the plain model, of which {what} say nothing")
-    chosen = settings_from(
-        settings,
-        **given,
-        prior=prior,
-        numerics=numerics,
-        weights=weights,
-        dtype=dtype,
-        vram=vram,
-        predictor_file=predictor_file,
-        thresholds=thresholds,
-        set_keys=set_keys,
-    )
+    given: dict[str, Any] = {
+        "policy": policy, "controller": controller, "slots": slots, "gating": gating,
+        "prior": prior, "numerics": numerics, "weights": weights, "vram": vram,
+        "predictor_file": predictor_file, "thresholds": thresholds, "set_keys": set_keys,
+    }  # fmt: skip
+    if dense:
+        machine = {
+            "device": device != "auto", "emulate": emulate, "link": link,
+            "time_scale": time_scale, "host_threads": host_threads != 1, "host_nice": host_nice,
+            "promotion": promotion != "auto", "cache_dir": cache_dir, "settings": settings,
+            "against_dense": against_dense,
+        }  # fmt: skip
+        _refuse_beside_dense(given | machine)
+    chosen = settings_from(settings, dtype=dtype, **given)
     set_threads(threads)
     cut: dict[str, Any] = {
         "tokens": tokens, "skip": skip, "prefill": prefill, "window": window,
@@ -161,8 +160,21 @@ def score(
             )
     if as_json:
         print_json({**dataclasses.asdict(result), "perplexity": result.perplexity})
-        return
-    print_score(result)
+    else:
+        print_score(result)
+    print_warnings(result.warnings)
+
+
+def _refuse_beside_dense(given: dict[str, Any]) -> None:
+    names = {"set_keys": "--set"}
+    needless = [
+        names.get(name, f"--{name.replace('_', '-')}") for name, value in given.items() if value
+    ]
+    if needless:
+        raise KairoxError(
+            f"--dense scores the plain model on the CPU, of which {', '.join(needless)} say "
+            "nothing; leave them out (--dtype and --threads are of both)"
+        )
 
 
 def print_score(result: Score) -> None:
@@ -170,7 +182,7 @@ def print_score(result: Score) -> None:
     typer.echo(f"{result.setting}, numerics {result.numerics}; neurons: {result.exactness}")
     typer.echo(
         f"{result.nats_per_token:.6f} nats per token over {result.tokens} tokens "
-        f"(perplexity {result.perplexity:.4f}), {result.tok_s:.1f} tok/s"
+        f"(perplexity {result.perplexity:.4f}), {result.tok_s:.1f} tok/s ({result.time})"
     )
     typer.echo(f"logits sha256 {result.logits_sha256}")
     if (d := result.difference) is None:

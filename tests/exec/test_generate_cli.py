@@ -135,7 +135,7 @@ def test_an_interrupt_reports_what_there_is(
         (["--emulate", "pc1"], "emulate is for the emulated device"),
         (["--set", "betta=1"], "did you mean"),
         (["--top-p", 0], "top_p must be in (0, 1]"),
-        (["--model", "nowhere"], "does not exist"),
+        (["--model", "nowhere"], "there is no folder"),
         ([*EMULATED, "--time-scale", 0], "time_scale is 0"),
         ([*EMULATED, "--link", "pcie9"], "no link profile 'pcie9'"),
     ],

@@ -65,7 +65,7 @@ def test_nice_lowers_the_priority_of_these_threads_only() -> None:
     assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == mine
 
 
-@pytest.mark.parametrize(("threads", "nice"), [(0, 0), (1, -1), (1, 20)])
+@pytest.mark.parametrize(("threads", "nice"), [(0, 0), (10**5, 0), (1, -1), (1, 20)])
 def test_impossible_pools_are_refused(threads: int, nice: int) -> None:
     with pytest.raises(KairoxError, match="got"):
         HostPool(threads, nice)

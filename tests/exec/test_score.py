@@ -10,8 +10,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from kairox_exec.score import Comparison, Tally, score, score_dense
-from kairox_sim.cli import app
+from kairox_exec.score import Comparison, Score, Tally, score, score_dense
+from kairox_sim.cli import app, main
 from kairox_sim.errors import KairoxError
 from kairox_sim.settings import Settings
 
@@ -103,4 +103,47 @@ def test_the_command(tiny_reglu_dir: Path, prompts_dir: Path) -> None:
     assert found["tokens"] == 23
     assert found["perplexity"] == pytest.approx(math.exp(found["nats_per_token"]))
     assert len(found["logits_sha256"]) == 64
-    assert CliRunner().invoke(app, [*common, "--dense", "--policy", "lru"]).exit_code != 0
+    assert (found["time"], found["warnings"]) == ("measured", [])
+
+
+def test_an_emulated_time_is_labelled_and_too_fast_a_pace_is_said(
+    tiny_reglu_dir: Path, prompts_dir: Path
+) -> None:
+    found = score(
+        tiny_reglu_dir, prompts_dir / "prose.txt", tokens=10, prefill=8, window=10,
+        device="emulated", emulate="emu-pc1", time_scale=1e-3,
+    )  # fmt: skip
+    assert found.time == "emulated"
+    assert "took longer than the emulated machine allows" in found.warnings[0]
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        ["--policy", "lru"], ["--slots", "0"], ["--weights", "int8"], ["--vram", "1GiB"],
+        ["--numerics", "deterministic"], ["--set", "late=stall"], ["--device", "emulated"],
+        ["--emulate", "pc1"], ["--host-threads", "2"], ["--thresholds", "x"], ["--against-dense"],
+        ["--settings", "x"],
+    ],
+    ids=" ".join,
+)  # fmt: skip
+def test_beside_dense_nothing_is_left_unsaid(
+    tiny_reglu_dir: Path, prompts_dir: Path, option: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ["score", "--model", str(tiny_reglu_dir), "--text", str(prompts_dir / "prose.txt")]
+    with pytest.raises(SystemExit) as ended:
+        main([*given, "--dense", *option])
+    assert ended.value.code == 2
+    assert f"of which {option[0]} say nothing" in capsys.readouterr().err
+
+
+def test_a_window_longer_than_the_context_is_refused_dense_too(
+    tiny_reglu_dir: Path, prompts_dir: Path
+) -> None:
+    with pytest.raises(KairoxError, match="5000 tokens; the model's context holds 4096"):
+        score_dense(tiny_reglu_dir, prompts_dir / "prose.txt", tokens=5000, window=5000)
+
+
+def test_a_perplexity_beyond_floats_is_infinite() -> None:
+    found = Score("x", "fast", "exact", 1, 1e4, "", 1.0, "measured", 1, 2)
+    assert found.perplexity == math.inf
