@@ -261,7 +261,7 @@ class LivePipeline:
         size = Size(neurons=ids.size, n_tokens=x.shape[0])
         inputs, works = [x], []
         if decision.act is not None:
-            inputs.append(decision.act[:, torch.from_numpy(ids).to(x.device)])
+            inputs.append(decision.act[:, self.device.send(ids)])
         n_parts = max(1, min(self._host_threads, ids.size // LEAST_PART))
         ends = [ids.size * i // n_parts for i in range(n_parts + 1)]
         for begin, end in pairwise(ends):
@@ -283,7 +283,7 @@ class LivePipeline:
         places: torch.Tensor,
         fired: Fired,
     ) -> torch.Tensor:
-        here, index = self.on_device[layer], torch.from_numpy(ids).to(x.device)
+        here, index = self.on_device[layer], self.device.send(ids)
         fires, act = None, decision.act
         t0_ns = self.device.begin()
         if not decision.active_known:

@@ -20,7 +20,7 @@ from kairox_exec.device import Device
 from kairox_exec.families import Family, decoder_layers, fires
 from kairox_exec.ffn_spec import FfnSpec
 from kairox_exec.gating import OnDevice
-from kairox_exec.kernels import torch_ref
+from kairox_exec.kernels import Kernels, torch_ref
 from kairox_exec.kernels.screening import Screen
 from kairox_exec.weights import NeuronBundles
 
@@ -81,7 +81,7 @@ def gates_on(
 
 
 @torch.inference_mode()
-def predict(gate: LayerGate, hidden: torch.Tensor) -> torch.Tensor:
+def predict(gate: LayerGate, hidden: torch.Tensor, kernels: Kernels = torch_ref) -> torch.Tensor:
     """Which neurons of the layer that `gate` belongs to will fire.
 
     hidden [..., d_model], a state of the layer before -> bool [n_tokens, n_neurons].
@@ -89,11 +89,11 @@ def predict(gate: LayerGate, hidden: torch.Tensor) -> torch.Tensor:
     x = gate.norm(hidden.reshape(-1, hidden.shape[-1])).float()
     if gate.gate_w is None:
         assert gate.screen is not None
-        value = torch_ref.code_dots(x, gate.screen.codes) * gate.screen.scale
+        value = kernels.code_dots(x, gate.screen.codes) * gate.screen.scale
         value = value if gate.gate_b is None else value + gate.gate_b
     else:  # a guess, so in float32 sums: no bit of the output depends on it
         spec = gate.spec if gate.spec.numerics == "fast" else replace(gate.spec, numerics="fast")
-        value = torch_ref.gate_values(x, gate.gate_w, gate.gate_b, spec)
+        return kernels.gate_all(x, gate.gate_w, gate.gate_b, spec) != 0
     # Of drelu the gate's half; the up row is not asked.
     activation = "relu" if gate.spec.activation == "drelu" else gate.spec.activation
     return fires(value, gate.spec.threshold, activation)

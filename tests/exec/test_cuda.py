@@ -203,6 +203,22 @@ def test_without_waiting_for_a_gather_rows_are_copied_that_are_not_there(
     assert _corrupts("", gathers=0.2)
 
 
+def test_nothing_that_is_sent_to_the_card_waits_for_it() -> None:
+    waits = []
+
+    class Counting(LateDevice):
+        def _to_copy(self, source: torch.Tensor, **how: Any) -> torch.Tensor:
+            if source.device.type == "cpu" and not how.get("non_blocking"):
+                waits.append(tuple(source.shape))
+            return super()._to_copy(source, **how)
+
+    assert _is_right(_hybrid(Counting(3), trigger="attn_out", slots=60))
+    inputs = [(n, D_MODEL) for n in CHUNKS]  # the test's own
+    assert [shape for shape in waits if shape in inputs] == inputs
+    # Before the run: gates and biases, and the warm rows and their places.
+    assert len(waits) - len(inputs) == N_LAYERS * 4
+
+
 def test_the_emulated_machine_gives_the_same_bits() -> None:
     with EmulatedDevice() as device:
         x = _states()[1]

@@ -11,6 +11,7 @@ from torch import nn
 
 from kairox_exec.families import Family, decoder_layers, family_of, fires
 from kairox_exec.ffn_spec import FfnSpec
+from kairox_exec.kernels import numba_cpu
 from kairox_exec.loading import load_dense
 from kairox_exec.predictor import (
     LayerGate,
@@ -105,6 +106,7 @@ def test_predict_by_hand() -> None:
     )
     hidden = torch.tensor([[[1.0, 0.5], [0.75, 2.0]]])  # [1, 2 tokens, 2]
     assert predict(gate, hidden).tolist() == [[True, False, False], [False, True, False]]
+    assert torch.equal(predict(gate, hidden, numba_cpu), predict(gate, hidden))
 
 
 def test_tally_by_hand() -> None:
