@@ -126,8 +126,11 @@ def run_bundles(
     cache = build_cache(len(bundles), bundles[0].n_neurons)
     on_device: list[LayerGate] = []
 
+    # A card's kernels read a gate once, as it is stored; torch would decode it piece by piece.
+    asked = torch_ref if device.where.type == "cpu" else device_kernels
+
     def predict_layer(layer: int, hidden: torch.Tensor) -> torch.Tensor:
-        return predict(on_device[layer], hidden)
+        return predict(on_device[layer], hidden, asked)
 
     ask = predict_layer if look_ahead else None
     pipeline = LivePipeline(

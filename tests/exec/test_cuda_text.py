@@ -19,6 +19,7 @@ import pytest
 import torch
 
 from kairox_exec.cuda import CudaDevice
+from kairox_exec.kernels import torch_ref
 from kairox_exec.loading import Loaded, load_bundled
 from kairox_exec.runner import run_bundles
 from kairox_sim.cache import NeuronCache
@@ -59,7 +60,9 @@ class Text:
     hits: float  # on time
 
 
-def _text(loaded: Loaded, placement: Placement, n_tokens: int, seed: int = 0) -> Text:
+def _text(
+    loaded: Loaded, placement: Placement, n_tokens: int, seed: int = 0, kernels: Any = torch_ref
+) -> Text:
     def cache(n_layers: int, n_neurons: int) -> NeuronCache:
         slots = placement.slots
         pinned = [np.arange(slots)] * n_layers if placement.pinned else None
@@ -75,7 +78,7 @@ def _text(loaded: Loaded, placement: Placement, n_tokens: int, seed: int = 0) ->
     ) as device:  # fmt: skip
         runner = run_bundles(
             copy.deepcopy(loaded.model), loaded.config, loaded.family, loaded.bundles, cache,
-            device, trigger=placement.trigger, late=placement.late,
+            device, trigger=placement.trigger, late=placement.late, device_kernels=kernels,
         )  # fmt: skip
         for token, record in runner.generate(PROMPT, max_new_tokens=n_tokens, prefill_chunk=1):
             records.append(record)
@@ -135,6 +138,21 @@ def test_deterministic_text_is_the_same_wherever_it_is_computed(
         assert min(other.loads, other.hits) > 0
         assert other.tokens == resident.tokens
         assert torch.equal(other.logits, resident.logits)
+
+
+def test_the_look_ahead_is_asked_with_the_cards_kernels(load: Callable[[str], Loaded]) -> None:
+    gates = []
+
+    class Counted:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(torch_ref, name)
+
+        def gate_all(self, x: torch.Tensor, *how: Any) -> torch.Tensor:
+            gates.append(len(x))
+            return torch_ref.gate_all(x, *how)
+
+    _text(load("fast"), SPLIT["moving"], 1, kernels=Counted())
+    assert gates == [1] * len(PROMPT) * (6 + 5)  # every layer's gate, and a look ahead at 5
 
 
 def difference(ours: Text, theirs: Text) -> tuple[float, int | None]:
