@@ -17,7 +17,7 @@ _GATHER = sum(1 << (56 - 7 * i) for i in range(8))
 
 def pack_bits(mask: torch.Tensor) -> torch.Tensor:
     """bool [..., n] -> uint8 [..., n_bytes], as `trace_format.pack`, on the mask's device."""
-    if mask.device.type == "cpu":  # NumPy's own packing is an order of magnitude faster
+    if mask.is_cpu:  # NumPy's own packing is an order of magnitude faster
         return torch.from_numpy(pack(mask.numpy()))
     return pack_by_products(mask)
 
@@ -38,7 +38,7 @@ class HostCopies:
 
     def take(self, tensor: torch.Tensor) -> torch.Tensor:
         """The host's copy, complete once the events that `events` returns have passed."""
-        if tensor.device.type != "cuda":
+        if not tensor.is_cuda:
             return tensor.to("cpu")
         side = self._streams.setdefault(tensor.device, _stream(tensor.device))
         side.wait_stream(torch.cuda.current_stream(tensor.device))

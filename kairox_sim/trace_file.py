@@ -42,7 +42,9 @@ _HEADER_CRC = b"kairox.crc32"
 _MAGIC = b"ARROW1\0\0"  # an IPC file; an IPC stream has no magic
 _MARK = 0xFFFFFFFF  # every message: mark u32, metadata size i32, metadata, body
 _END = b"\xff\xff\xff\xff\x00\x00\x00\x00"  # a message without metadata: end of stream
-_OPTIONS = ipc.IpcWriteOptions(compression=pa.Codec("zstd", compression_level=1))
+_SEALED = ipc.IpcWriteOptions(compression=pa.Codec("zstd", compression_level=1))
+# Compressing small batches took most of the time of writing them, and sealing compresses anyway.
+_STREAMED = ipc.IpcWriteOptions(use_threads=False)
 _READ_OPTIONS = ipc.IpcReadOptions(use_threads=False)  # measured: threads slow down these batches
 # What pyarrow raises on damaged bytes; ValueError includes text that is not UTF-8.
 _UNREADABLE = (pa.ArrowException, OSError, ValueError, MemoryError, StopIteration)
@@ -73,9 +75,9 @@ class ContainerWriter:
         self._batches = 0
         self._synced_s = -SYNC_S  # the first batch is forced out at once
         self._file = path.open("wb")
-        new = ipc.new_file if sealed else ipc.new_stream
+        new, options = (ipc.new_file, _SEALED) if sealed else (ipc.new_stream, _STREAMED)
         # The header reaches the file with the first batch, or with the end mark.
-        self._writer = new(self._file, self._schema, options=_OPTIONS)
+        self._writer = new(self._file, self._schema, options=options)
 
     def __enter__(self) -> Self:
         return self

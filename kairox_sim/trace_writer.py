@@ -10,7 +10,9 @@ from numpy.typing import ArrayLike, NDArray
 
 from kairox_sim.errors import KairoxError
 from kairox_sim.trace_file import Columns, ContainerWriter
-from kairox_sim.trace_format import PHASES, TraceHeader, as_bits
+from kairox_sim.trace_format import PHASES, TraceHeader, as_bits, check_bits
+
+_LAST_STEP = (1 << 32) - 1
 
 
 class _Step(NamedTuple):
@@ -45,8 +47,7 @@ class TraceWriter:
         self._last: tuple[int, int, str, list[int]] | None = None  # seq, step ... of that step
         self._whole: list[_Step] = []  # not yet written
         self._closed = False
-        # Fail now, not at the first batch.
-        header.to_json()
+        self._header_json = header.to_json()  # fail now, not at the first batch
         self.path.open("wb").close()
 
     def __enter__(self) -> Self:
@@ -115,7 +116,10 @@ class TraceWriter:
     def append_step(
         self, *, seq: int, step: int, phase: str, tokens: ArrayLike, active: NDArray[np.uint8]
     ) -> None:
-        """All layers of one step: packed uint8[n_layers, n_tokens, n_bytes], nothing predicted."""
+        """All layers of one step: packed uint8[n_layers, n_tokens, n_bytes], nothing predicted.
+
+        `active` is kept until the step is written: do not change it.
+        """
         if self._closed:
             raise KairoxError(f"{self.path} is closed: nothing can be appended")
         ids: list[int] = np.asarray(tokens).reshape(-1).tolist()
@@ -126,13 +130,14 @@ class TraceWriter:
                 "way layer by layer, or have evaluated or predicted sets"
             )
         self._check_place(seq, step, phase, ids, 0)
-        if active.ndim != 3 or active.shape[:2] != (n_layers, n_tokens):
+        if active.ndim != 3 or active.shape[:2] != (n_layers, n_tokens) or active.dtype != np.uint8:
             raise KairoxError(
-                f"step {step}: active sets {list(active.shape)} for {n_layers} layers of "
-                f"{n_tokens} tokens"
+                f"step {step}: active sets {active.dtype}{list(active.shape)} for {n_layers} "
+                f"layers of {n_tokens} tokens, packed"
             )
         rows = active.reshape(n_layers * n_tokens, -1)
-        bits = {"bits": as_bits(rows, len(rows), self.header, "active")}
+        check_bits(rows, self.header, "active")
+        bits = {"bits": rows}
         if self._container is None:
             self._container = self._create()
         self._last = (seq, step, phase, ids)
@@ -170,8 +175,9 @@ class TraceWriter:
         optional = ("evaluated",) if self._has_evaluated else ()
         if self.header.predicted_trigger is not None:
             optional = (*optional, "predicted")
-        text, n_bytes = self.header.to_json(), self.header.n_bytes
-        return ContainerWriter(self.path, text, n_bytes, ("bits", *optional), sealed=False)
+        return ContainerWriter(
+            self.path, self._header_json, self.header.n_bytes, ("bits", *optional), sealed=False
+        )
 
     def _keep(self, step: _Step) -> None:
         self._whole.append(step)
@@ -184,12 +190,15 @@ class TraceWriter:
             self._whole.clear()
 
     def _check_place(self, seq: int, step: int, phase: str, tokens: list[int], layer: int) -> None:
+        is_new = 0 <= layer < self.header.n_layers and layer not in self._open
+        if self._open and is_new and (seq, step, phase, tokens) == self._last:
+            return  # as the step's other layers, which were checked
         where = f"step {step}, layer {layer}"
         if not 0 <= layer < self.header.n_layers:
             raise KairoxError(f"{where}: the header says {self.header.n_layers} layers")
         if layer in self._open and self._last is not None and step == self._last[1]:
             raise KairoxError(f"{where}: recorded twice")
-        if not 0 <= step <= np.iinfo(np.uint32).max:
+        if not 0 <= step <= _LAST_STEP:
             raise KairoxError(f"{where}: step numbers are stored as unsigned 32-bit ones")
         if phase not in PHASES:
             raise KairoxError(f"{where}: phase {phase!r}, must be one of {PHASES}")
