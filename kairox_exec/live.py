@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -195,6 +196,11 @@ def warm_up(runner: Runner, kernels: Kernels, where: torch.device = CPU) -> None
         else:
             given["fired"] = torch.empty((n_tokens, n), dtype=torch.bool, device=where)
         kernels.ffn_union(x, rows, index, bundle.spec, **given)
+        if bundle.gating == "screened":
+            codes = torch.zeros((n, bundle.d_model), dtype=torch.int8, device=where)
+            kernels.code_dots(x, codes)
+        elif runner.pipeline.predicts:  # a look-ahead is a guess, so in fast numerics always
+            kernels.gate_all(x, gate_rows, gate_b, replace(bundle.spec, numerics="fast"))
 
 
 def set_threads(n: int | None) -> int:

@@ -19,7 +19,9 @@ import pytest
 import torch
 
 from kairox_exec.cuda import CudaDevice
+from kairox_exec.ffn_spec import FfnSpec
 from kairox_exec.kernels import torch_ref
+from kairox_exec.live import warm_up
 from kairox_exec.loading import Loaded, load_bundled
 from kairox_exec.runner import run_bundles
 from kairox_sim.cache import NeuronCache
@@ -153,6 +155,47 @@ def test_the_look_ahead_is_asked_with_the_cards_kernels(load: Callable[[str], Lo
 
     _text(load("fast"), SPLIT["moving"], 1, kernels=Counted())
     assert gates == [1] * len(PROMPT) * (6 + 5)  # every layer's gate, and a look ahead at 5
+
+
+class Asked:
+    """Kernels that note the forms they are called in; a GPU's are compiled for each."""
+
+    def __init__(self) -> None:
+        self.forms: set[tuple[Any, ...]] = set()
+
+    def __getattr__(self, name: str) -> Any:
+        real = getattr(torch_ref, name)
+
+        def call(*given: Any, **how: Any) -> Any:
+            spec = next((a for a in given if isinstance(a, FfnSpec)), None)
+            kept = frozenset(k for k, v in how.items() if v is not None)
+            self.forms.add((name, spec, kept))
+            return real(*given, **how)
+
+        return call
+
+
+@pytest.mark.parametrize("gating", ["exact", "screened"])
+@pytest.mark.parametrize("numerics", ["fast", "deterministic"])
+def test_every_form_that_a_run_needs_is_compiled_before_it(
+    tiny_reglu_dir: Path, gating: str, numerics: Any
+) -> None:
+    loaded, asked = load_bundled(tiny_reglu_dir, gating=gating, numerics=numerics), Asked()
+    with LateDevice() as late, torch.no_grad(), CudaDevice(streams=late) as device:
+        runner = run_bundles(
+            loaded.model, loaded.config, loaded.family, loaded.bundles,
+            lambda n_layers, n: NeuronCache(
+                n_layers, n, 400, POLICIES["lru"](n_layers, n), Fixed(), trigger="attn_out"
+            ),
+            device, trigger="attn_out", device_kernels=asked,
+        )  # fmt: skip
+        warm_up(runner, asked, device.where)
+        known, asked.forms = asked.forms, set()
+        list(runner.run([PROMPT], prefill=0))
+        runner.finish()
+    asked.forms = {form for form in asked.forms if form[0] != "total"}  # torch's own
+    assert asked.forms
+    assert asked.forms <= known
 
 
 def difference(ours: Text, theirs: Text) -> tuple[float, int | None]:
