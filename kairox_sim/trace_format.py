@@ -138,11 +138,13 @@ class TraceHeader:
 
 def pack(mask: ArrayLike) -> NDArray[np.uint8]:
     """bool[..., n] -> uint8[..., n_bytes]: bit i of byte b is neuron 8b + i, zero-padded to 64."""
-    mask = np.asarray(mask, dtype=bool)
-    n_bytes = -(-mask.shape[-1] // 64) * 8
-    packed = np.zeros((*mask.shape[:-1], n_bytes), np.uint8)
-    packed[..., : -(-mask.shape[-1] // 8)] = np.packbits(mask, axis=-1, bitorder="little")
-    return packed
+    packed = np.packbits(np.asarray(mask, dtype=bool), axis=-1, bitorder="little")
+    n_bytes = packed.shape[-1]
+    if n_bytes % 8 == 0:
+        return packed
+    padded = np.zeros((*packed.shape[:-1], n_bytes + -n_bytes % 8), np.uint8)
+    padded[..., :n_bytes] = packed
+    return padded
 
 
 def unpack(bits: NDArray[np.uint8], n_neurons: int) -> NDArray[np.bool_]:

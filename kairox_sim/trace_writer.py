@@ -16,13 +16,13 @@ _LAST_STEP = (1 << 32) - 1
 
 
 class _Step(NamedTuple):
-    """A whole step; `bits` by layer, and in a layer by token."""
+    """A whole step; the rows of `bits`, part after part, are by layer, and in a layer by token."""
 
     seq: int
     step: int
     phase: int  # as stored
     tokens: list[int]
-    bits: Columns
+    bits: list[Columns]
 
 
 class TraceWriter:
@@ -105,11 +105,11 @@ class TraceWriter:
                 if predicted is None
                 else as_bits(predicted, n, self.header, "predicted")
             )
-            rows["predicted_known"] = np.full(n, predicted is not None)
+            rows["predicted_known"] = (np.zeros if predicted is None else np.ones)(n, bool)
         self._last = (seq, step, phase, ids)
         self._open[layer] = rows
         if len(self._open) == self.header.n_layers:
-            bits = _join([self._open[i] for i in range(self.header.n_layers)])
+            bits = [self._open[i] for i in range(self.header.n_layers)]
             self._open.clear()
             self._keep(_Step(seq, step, PHASES.index(phase), ids, bits))
 
@@ -137,11 +137,10 @@ class TraceWriter:
             )
         rows = active.reshape(n_layers * n_tokens, -1)
         check_bits(rows, self.header, "active")
-        bits = {"bits": rows}
         if self._container is None:
             self._container = self._create()
         self._last = (seq, step, phase, ids)
-        self._keep(_Step(seq, step, PHASES.index(phase), ids, bits))
+        self._keep(_Step(seq, step, PHASES.index(phase), ids, [{"bits": rows}]))
 
     def flush(self) -> None:
         """Write the whole steps that there are, as one batch."""
@@ -235,6 +234,7 @@ class TraceWriter:
 
 def _columns(steps: Sequence[_Step], n_layers: int) -> Columns:
     """The rows of whole steps: layer after layer, of each all the step's tokens."""
+    parts = [part for step in steps for part in step.bits]
     n_tokens = np.array([len(step.tokens) for step in steps])
     n_rows = n_tokens * n_layers
     tokens = np.array([token for step in steps for token in step.tokens], np.int32)
@@ -250,9 +250,5 @@ def _columns(steps: Sequence[_Step], n_layers: int) -> Columns:
         "token": tokens[at],
         "layer": np.repeat(layers, per_layer),
         "phase": np.repeat(np.array([step.phase for step in steps], np.uint8), n_rows),
-        **_join([step.bits for step in steps]),
+        **{name: np.concatenate([part[name] for part in parts]) for name in parts[0]},
     }
-
-
-def _join(parts: Sequence[Columns]) -> Columns:
-    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}

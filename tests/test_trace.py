@@ -227,39 +227,6 @@ def test_layer_steps_with_nothing_or_everything_active(tmp_path, rng, density, n
 # --- sealing
 
 
-def test_whole_steps_are_written_as_layer_by_layer(tmp_path, rng):
-    about = header(n_layers=2, n_neurons=70)
-    masks = rng.random((3, 2, 2, 70)) < 0.3  # step, layer, token
-    files = tmp_path / "steps.arrow", tmp_path / "layers.arrow"
-    with TraceWriter(files[0], about) as steps, TraceWriter(files[1], about) as layers:
-        for step, mask in enumerate(masks):
-            place = {"seq": 0, "step": step, "phase": "prefill", "tokens": [3, 4]}
-            steps.append_step(**place, active=pack(mask))
-            for layer in range(2):
-                layers.append(**place, layer=layer, active=mask[layer])
-    assert read_trace(files[0], strict=True).sha256 == read_trace(files[1], strict=True).sha256
-
-
-def test_whole_steps_that_do_not_fit_are_refused(tmp_path):
-    about = header(n_layers=2, n_neurons=70)
-    none = np.zeros((2, 1, 16), np.uint8)
-    place = {"seq": 0, "step": 0, "phase": "decode", "tokens": [3]}
-    with TraceWriter(tmp_path / "t.arrow", about) as writer:
-        with pytest.raises(KairoxError, match="for 2 layers of 1 tokens"):
-            writer.append_step(**place, active=none[:1])
-        with pytest.raises(KairoxError, match="bits set behind neuron 69"):
-            writer.append_step(**place, active=np.full_like(none, 255))
-        writer.append_step(**place, active=none)
-        with pytest.raises(KairoxError, match="step numbers must grow"):
-            writer.append_step(**place, active=none)
-        writer.append(**place | {"step": 1}, layer=0, active=np.zeros((1, 70), bool))
-        with pytest.raises(KairoxError, match="layer by layer"):
-            writer.append_step(**place | {"step": 1}, active=none)
-        writer.append(**place | {"step": 1}, layer=1, active=np.zeros((1, 70), bool))
-    with pytest.raises(KairoxError, match="closed"):
-        writer.append_step(**place | {"step": 2}, active=none)
-
-
 def test_seal_in_place_updates_the_header_and_leaves_nothing_beside(tmp_path, rng):
     path = write(tmp_path / "t", recording([(0, 3), (0, 1)], rng))
     before = read_trace(path)
