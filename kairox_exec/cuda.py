@@ -332,11 +332,11 @@ class CudaDevice:
         idle = Op("idle", "io", last.layer, 0, 0, Size())
         self._timed.append(Timed(idle, before, compute.record()))
         # The thread waits as well: nothing is launched meanwhile, and who is stuck can be told.
-        what = f"swaps {sorted(wanted)}, layer {last.layer}"
-        self._await(copied, "the model", what, "h2d")
+        self._await(copied, "the model", f"swaps {sorted(wanted)}, layer {last.layer}", "h2d")
 
     def drop_copies(self) -> None:
-        self._flights.drop()
+        for flight in self._flights.drop():
+            self._await_gather(flight)
         swap_ids = [swap_id for flight in self._flights.flying for swap_id in flight.swap_ids]
         done = self._streams.promotion.record()
         self._await(done, "the end of the run", f"swaps {swap_ids}", "h2d")
@@ -359,11 +359,14 @@ class CudaDevice:
 
     def _queued(self, flight: Flight) -> Event:
         """Wait until its rows are gathered and its copy is queued: the copy's event."""
-        if flight.gathering is not None:
-            self._await_job(flight.gathering, f"the gather of {flight.named}")
+        self._await_gather(flight)
         self._flights.go_on()
         assert flight.after is not None, "gathers end in issue order"
         return flight.after
+
+    def _await_gather(self, flight: Flight) -> None:
+        if flight.gathering is not None:
+            self._await_job(flight.gathering, f"the gather of {flight.named}")
 
     def _await_job(self, job: Job, what: str) -> None:
         """For a host thread's work; copies are queued meanwhile."""

@@ -156,10 +156,11 @@ class Flights:
             landed += self.flying.pop(0).swap_ids
         return landed
 
-    def drop(self) -> None:
-        """What has not been queued never is."""
+    def drop(self) -> list[Flight]:
+        """What has not been queued never is; returns what was being gathered, and may still be."""
         self._planned.clear()
-        self._unqueued.clear()  # their buffers may still be written to: they are not used again
+        dropped, self._unqueued = list(self._unqueued), deque()  # their buffers are not used again
+        return dropped
 
     def close(self, stuck_after_s: float | None) -> None:
         """End the thread that gathers; nothing is queued any more. See Worker.close."""

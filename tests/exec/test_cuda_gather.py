@@ -113,8 +113,9 @@ def test_what_is_copied_at_once_is_there(held: Held) -> None:
 def test_what_is_dropped_while_it_is_gathered_is_never_copied(held: Held) -> None:
     with _device() as (device, slots):
         device.copy([_swap(0, [5], [1])], ROWS, slots)
+        threading.Timer(0.05, held.go.set).start()
         device.drop_copies()
-        held.go.set()
+        assert held.go.is_set()  # nothing reads the rows any more
         device.start_step()
         device.end(device.begin(), "ffn", 3, SIZE)
         device.end_step()
@@ -131,7 +132,12 @@ def _at_once(device: CudaDevice, slots: torch.Tensor) -> None:
     device.copy([_swap(8, [1], [0])], ROWS, slots, at_once=True)
 
 
-@pytest.mark.parametrize("wait", [_wait, _at_once])
+def _drop(device: CudaDevice, slots: torch.Tensor) -> None:
+    device.copy([_swap(8, [1], [0])], ROWS, slots)
+    device.drop_copies()
+
+
+@pytest.mark.parametrize("wait", [_wait, _at_once, _drop])
 def test_a_gather_that_never_ends_ends_the_run(
     held: Held, wait: Callable[[CudaDevice, torch.Tensor], None]
 ) -> None:
