@@ -33,6 +33,7 @@ from kairox_exec.machine import machine_facts
 from kairox_exec.packing import HostCopies, pack_bits
 from kairox_exec.plain_rows import Forward, PassWriter
 from kairox_exec.recording_file import (
+    failure,
     free_path,
     keep_what_there_is,
     seal_recording,
@@ -199,8 +200,8 @@ class PlainRecorder:
                 "no forward pass was recorded: the hooks never ran. Was the model run at all, or "
                 "was it compiled before? Then run the recorder's `.model`, which is not. " + said
             )
-        if isinstance(error, KairoxError):
-            raise KairoxError(f"{error}. {said}") from error
+        if isinstance(error, KairoxError | OSError):
+            raise failure(error, said) from error
         if kind is None:
             raise error
 

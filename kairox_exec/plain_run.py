@@ -18,12 +18,13 @@ from kairox_exec.hidden_states import HiddenStatesWriter
 from kairox_exec.loading import load_dense
 from kairox_exec.plain_recording import PlainRecorder, record_plain
 from kairox_exec.recording import TEMPERATURE, TOP_P, Progress
+from kairox_exec.recording_file import SideFile, free_path, side_file
 from kairox_exec.runner import kv_argument
 from kairox_exec.sampling import Choose, sampler
 from kairox_exec.text import check_vocabulary, load_tokenizer
 from kairox_exec.thresholds import read_thresholds
 from kairox_sim.errors import KairoxError
-from kairox_sim.outputs import require_apart, require_place
+from kairox_sim.outputs import require_apart
 from kairox_sim.record import StepRecord
 
 DEVICES = ("auto", "cpu", "cuda")
@@ -64,10 +65,8 @@ def record_plain_run(
             f"batch {batch}: it must be 1 or more, and 1 with prompts and hidden states; to record "
             "a batch of prompts use plain_recording.record_plain around generate()"
         )
-    if hidden is not None:
-        hidden = require_place(hidden, "file of hidden states")
-        if hidden.exists() and not force:
-            raise KairoxError(f"{hidden} exists; name another file for hidden states, or use force")
+    free_path(Path(out), force)  # before a model is loaded
+    states_file = None if hidden is None else side_file(hidden, "file of hidden states", force)
     require_apart(
         {"trace": out, "file of hidden states": hidden},
         [*read_paths(model_dir, texts, prompts), *([] if thresholds is None else [thresholds])],
@@ -82,6 +81,8 @@ def record_plain_run(
     total = sum(len(feed.tokens) + feed.new_tokens for feed in feeds)
     done = 0
     with ExitStack() as stack:
+        if states_file is not None:
+            stack.push(lambda kind, *_: _end(states_file, kind, done))
         infos = [feed.info for feed in feeds]
         recorder = stack.enter_context(
             record_plain(
@@ -89,9 +90,9 @@ def record_plain_run(
             )
         )
         states = None
-        if hidden is not None:
+        if states_file is not None:
             family = family_of(config)
-            writer = HiddenStatesWriter(hidden, recorder.header, model, family, trigger)
+            writer = HiddenStatesWriter(states_file.stream, recorder.header, model, family, trigger)
             states = stack.enter_context(writer)
         forwards = _forwards(model, config, feeds, batch, choose, prefill_chunk, recorder)
         for step, n_tokens in enumerate(forwards):
@@ -101,6 +102,14 @@ def record_plain_run(
             if progress is not None:
                 progress(done, total)
     return Path(out)
+
+
+def _end(states: SideFile, kind: type[BaseException] | None, n_tokens: int) -> None:
+    """The last to be closed: what is in the file decides what becomes of it."""
+    if kind is None:
+        states.keep()
+    elif n_tokens == 0:
+        states.drop()
 
 
 def _forwards(

@@ -32,10 +32,13 @@ from kairox_exec.loading import model_sha256
 from kairox_exec.machine import machine_facts
 from kairox_exec.recorder import Recorder
 from kairox_exec.recording_file import (
+    drop_if_empty,
+    failure,
     free_path,
     keep_what_there_is,
     seal_recording,
     seal_what_there_is,
+    side_file,
 )
 from kairox_exec.runner import Runner
 from kairox_exec.sampling import Choose, sampler
@@ -44,7 +47,7 @@ from kairox_exec.thresholds import read_thresholds
 from kairox_sim.calllog import CallLogWriter, call_log_header
 from kairox_sim.errors import KairoxError
 from kairox_sim.hardware import HardwareProfile, LinkProfile
-from kairox_sim.outputs import require_apart, require_place
+from kairox_sim.outputs import require_apart
 from kairox_sim.policies import POLICIES
 from kairox_sim.policies.base import Trigger
 from kairox_sim.record import StepRecord
@@ -104,14 +107,9 @@ def record(
     """
     out = Path(out)
     stream = free_path(out, force)
-    if call_log is not None:
-        log_place = require_place(call_log, "call log")
-        if log_place.exists() and not force:
-            raise KairoxError(f"{call_log} exists; name another call log, or use force")
-    if hidden is not None:
-        hidden = require_place(hidden, "file of hidden states")
-        if hidden.exists() and not force:
-            raise KairoxError(f"{hidden} exists; name another file for hidden states, or use force")
+    log_file = None if call_log is None else side_file(call_log, "call log", force)
+    states_file = None if hidden is None else side_file(hidden, "file of hidden states", force)
+    beside = [file for file in (log_file, states_file) if file is not None]
     require_apart(
         {"trace": out, "call log": call_log, "file of hidden states": hidden},
         read_paths(model_dir, texts, prompts, settings, prior),
@@ -154,28 +152,37 @@ def record(
         recorder = Recorder(stream, header)
         try:
             with ExitStack() as stack:
-                if call_log is not None:
+                if log_file is not None:
                     about = call_log_header(runner.cache, chosen.model_dump(mode="json"))
-                    log = stack.enter_context(CallLogWriter(call_log, about))
+                    log = stack.enter_context(CallLogWriter(log_file.stream, about))
                     runner.cache.journal = log.write
                 stack.enter_context(recorder)
                 runner.pipeline.on_layer = recorder
                 after = [recorder.end_step]
-                if hidden is not None:
+                if states_file is not None:
                     family = family_of(runner.config)
                     look = runner.pipeline.look
-                    states = HiddenStatesWriter(hidden, header, runner.model, family, look)
-                    after.append(stack.enter_context(states).end_step)
+                    states = stack.enter_context(
+                        HiddenStatesWriter(states_file.stream, header, runner.model, family, look)
+                    )
+                    after.append(states.end_step)
                 _run(runner, recorder, feeds, choose, chosen.prefill_chunk, after, progress)
                 runner.finish()
         except KeyboardInterrupt as stop:
-            raise KeyboardInterrupt(seal_what_there_is(recorder, stream, out)) from stop
-        except KairoxError as error:
-            raise KairoxError(f"{error}. {keep_what_there_is(recorder, stream)}") from error
+            said = seal_what_there_is(recorder, stream, out)
+            drop_if_empty(recorder, beside)
+            raise KeyboardInterrupt(said) from stop
+        except (KairoxError, OSError) as error:
+            said = keep_what_there_is(recorder, stream)
+            drop_if_empty(recorder, beside)
+            raise failure(error, said) from error
         except BaseException:
             keep_what_there_is(recorder, stream)
             raise
-    return seal_recording(recorder, stream, out)
+    sealed = seal_recording(recorder, stream, out)
+    for file in beside:
+        file.keep()
+    return sealed
 
 
 def _run(

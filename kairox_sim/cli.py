@@ -6,6 +6,7 @@ the simulator run without torch.
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import warnings
@@ -41,6 +42,7 @@ COMMANDS: tuple[Callable[..., Any], ...] = (
     calibrate, generate, score, sparsify, train_predictor, validate, doctor, bundles,
 )  # fmt: skip
 BAD_INPUT = 2  # exit code
+NAMELESS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # of a write; of another one it is a mistake
 
 app = typer.Typer(
     name="kairox",
@@ -69,6 +71,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except BrokenPipeError:
         raise
     except OSError as error:  # a file that cannot be made or read; every one of them has a name
+        if error.filename is None and error.errno in NAMELESS:
+            say(f"kairox: cannot write: {error.strerror}; free some space, or name another folder")
+            sys.exit(BAD_INPUT)
         if error.filename is None:
             raise
         say(f"kairox: cannot use {os.fsdecode(error.filename)!r}: {error.strerror}")

@@ -334,13 +334,17 @@ def write_trace(trace: Trace, path: str | Path) -> Path:
     partial = path.with_name(path.name + ".partial")
     columns, header = trace._columns, trace.header
     names = tuple(n for n in columns if n not in {s[0] for s in SCALARS} | {"predicted_known"})
-    with ContainerWriter(partial, header.to_json(), header.n_bytes, names, sealed=True) as out:
-        first = 0
-        for last in trace._first[1:]:
-            if last - first >= SEALED_BATCH_ROWS or last == len(trace.step):
-                out.write({name: array[first:last] for name, array in columns.items()})
-                first = last
-    os.replace(partial, path)
+    try:
+        with ContainerWriter(partial, header.to_json(), header.n_bytes, names, sealed=True) as out:
+            first = 0
+            for last in trace._first[1:]:
+                if last - first >= SEALED_BATCH_ROWS or last == len(trace.step):
+                    out.write({name: array[first:last] for name, array in columns.items()})
+                    first = last
+        os.replace(partial, path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
     return path
 
 

@@ -233,7 +233,8 @@ def record(
                 progress=show,
             )
     except KeyboardInterrupt as stop:
-        say(f"kairox: {stop}")
+        begun = "stopped; a recording that had begun is kept, and readable as far as it goes"
+        say(f"kairox: {str(stop) or begun}")
         raise typer.Exit(INTERRUPTED) from stop
     _report(path, as_json)
 

@@ -400,7 +400,7 @@ def test_an_error_of_the_writing_thread_reaches_the_caller(
 
     monkeypatch.setattr(PassWriter, "write", full)
     with (
-        pytest.raises(OSError, match="No space left"),
+        pytest.raises(KairoxError, match=r"No space left on device\. Nothing was recorded"),
         record_plain(model, tokenizer, tmp_path / "t.arrow"),
     ):
         model(input_ids=_ids(tokenizer))

@@ -242,7 +242,7 @@ def test_ctrl_c_seals_and_exits_130(
         (["--text", "prose.txt", "--policy", "static"], "needs a prior"),
         (["--text", "prose.txt", "--gating", "predicted"], "rank with a --predictor-file"),
         (["--text", "prose.txt", "--gating", "dense"], "cannot be run live yet"),
-        (["--text", "prose.txt", "--threads", 0], "threads must be 1 or more"),
+        (["--text", "prose.txt", "--threads", 0], "threads must be 1 to"),
         (["--text", "prose.txt", "--trigger", "sometimes"], "trigger"),
         (["--text", "prose.txt", "-o", "nowhere/t.arrow"], "there is no folder"),
         (["--text", "prose.txt", "--model", "nowhere"], "does not exist"),
