@@ -21,6 +21,11 @@ from torch.utils._pytree import tree_map
 PRETENDED = torch.device("meta")
 ops = torch.ops.aten
 TO_HOST = {ops._local_scalar_dense.default, ops.equal.default, ops.nonzero.default}
+# On a card, other ops want all their tensors there, but for single numbers.
+MIXES = {
+    ops._to_copy.default, ops.copy_.default, ops.index.Tensor, ops.index_put.default,
+    ops.index_put_.default,
+}  # fmt: skip
 SHARES = {ops._unsafe_view.default, ops.detach.default, ops.alias.default}
 
 
@@ -202,6 +207,9 @@ class LateDevice(TorchDispatchMode):
         if _is_made_of_others(func):
             with self:
                 return func.decompose(*args, **kwargs)
+        if here and func not in MIXES:
+            host = [t for t in flat if torch.is_tensor(t) and t.device.type == "cpu" and t.dim()]
+            assert not host, f"{func} of the device's memory and the host's"
         if func is ops._to_copy.default:
             return self._to_copy(args[0], **kwargs)
         if func is ops.copy_.default:

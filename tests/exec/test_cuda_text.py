@@ -198,6 +198,18 @@ def test_every_form_that_a_run_needs_is_compiled_before_it(
     assert asked.forms <= known
 
 
+def test_a_pretended_card_takes_no_host_memory_into_an_op() -> None:
+    with LateDevice() as late:
+        there = torch.ones(3).to(late.device)
+        assert torch.equal((there + torch.tensor(1.0)).cpu(), torch.full((3,), 2.0))
+        with pytest.raises(
+            AssertionError, match=r"add\.Tensor of the device's memory and the host's"
+        ):
+            there + torch.ones(3)
+        with pytest.raises(AssertionError, match="index_select"):
+            there.index_select(0, torch.zeros(2, dtype=torch.int32))
+
+
 def difference(ours: Text, theirs: Text) -> tuple[float, int | None]:
     """(largest logit error while the texts are one, the first token that differs)"""
     pairs: Sequence[tuple[int, int]] = list(zip(ours.tokens, theirs.tokens, strict=True))
