@@ -202,9 +202,7 @@ def test_a_pretended_card_takes_no_host_memory_into_an_op() -> None:
     with LateDevice() as late:
         there = torch.ones(3).to(late.device)
         assert torch.equal((there + torch.tensor(1.0)).cpu(), torch.full((3,), 2.0))
-        with pytest.raises(
-            AssertionError, match=r"add\.Tensor of the device's memory and"
-        ):
+        with pytest.raises(AssertionError, match=r"add\.Tensor of the device's memory and"):
             there + torch.ones(3)
         with pytest.raises(AssertionError, match="index_select"):
             there.index_select(0, torch.zeros(2, dtype=torch.int32))
