@@ -8,7 +8,6 @@ the file carries the measured loss. `sparsify` makes such files.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -18,6 +17,10 @@ from kairox_exec.loading import model_sha256
 from kairox_sim.errors import KairoxError
 
 FORMAT = 1
+_LARGEST = 3.4028234663852886e38  # of float32, in which gates are compared
+_TYPES: dict[str, Any] = {
+    "str": str, "int": int, "float": (int, float), "int | None": (int, type(None)),
+}  # fmt: skip
 METHOD = "keep |silu(gate)| > threshold (CATS, arXiv:2404.08763)"
 
 
@@ -95,7 +98,7 @@ def read_thresholds(path: str | Path, model_dir: str | Path | None = None) -> Th
     path = Path(path)
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise KairoxError(f"cannot read thresholds from {path}: {error}") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         got = content.get("format") if isinstance(content, dict) else type(content).__name__
@@ -117,8 +120,15 @@ def read_thresholds(path: str | Path, model_dir: str | Path | None = None) -> Th
         )
     except (KeyError, TypeError, ValueError) as error:
         raise KairoxError(f"{path} is damaged: {error}; make it again") from error
-    if not found.per_layer or not all(math.isfinite(t) and t >= 0 for t in found.per_layer):
-        raise KairoxError(f"{path}: thresholds must be finite and >= 0, got {found.per_layer}")
+    if not found.per_layer or not all(0 <= t <= _LARGEST for t in found.per_layer):
+        raise KairoxError(
+            f"{path}: thresholds must be finite in float32 and >= 0, got {found.per_layer}"
+        )
+    if {len(found.densities), len(found.calibrated_densities)} != {len(found.per_layer)}:
+        raise KairoxError(
+            f"{path} is damaged: {len(found.per_layer)} thresholds, {len(found.densities)} "
+            f"densities and {len(found.calibrated_densities)} calibrated ones; make it again"
+        )
     if model_dir is not None and (its := model_sha256(model_dir)) != found.model_sha256:
         raise KairoxError(
             f"the thresholds in {path} are of a model with sha256 {found.model_sha256[:12]}..., "
@@ -137,4 +147,8 @@ def _known(kind: type[Tokens] | type[Cost], values: Any) -> Mapping[str, Any]:
     names = {f.name for f in fields(kind)}
     if not isinstance(values, dict) or values.keys() != names:
         raise ValueError(f"{kind.__name__.lower()} must have the keys {', '.join(sorted(names))}")
+    for f in fields(kind):
+        value = values[f.name]
+        if isinstance(value, bool) or not isinstance(value, _TYPES[str(f.type)]):
+            raise TypeError(f"{f.name} is {value!r}, not a value of type {f.type}")
     return values

@@ -165,8 +165,8 @@ def shape_of(name_or_path: str) -> ModelShape:
     path = Path(name_or_path)
     file = path / "config.json" if path.is_dir() else path
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        config = json.loads(file.read_text(encoding="utf-8-sig"))
+    except (OSError, ValueError, RecursionError) as error:
         raise KairoxError(f"cannot read the model's {str(file)!r}: {error}") from error
     if not isinstance(config, dict):
         raise KairoxError(f"{str(file)!r} holds a JSON {type(config).__name__}, not an object")

@@ -84,6 +84,8 @@ def kairox(*arguments: object, code: int = 0) -> None:
         (("simulate", "eval.arrow", *AS, "--slots", "64"), "does not fit on pc1: attention"),
         (("simulate", "eval.arrow", *AS, "--set", "btea=0.8"), "did you mean 'beta'?"),
         (("simulate", "eval.arrow", *AS, "--set", "beta"), "--set takes key=value"),
+        (("simulate", "eval.arrow", *AS, "--set", "beta=" + "1" * 5000), "beta must be a number"),
+        (("simulate", "eval.arrow", *AS, "--set", "beta=" + "[" * 9999), "beta must be a number"),
         (("simulate", "eval.arrow", *AS, "--set", "beta=2"), "beta must be in [0, 1)"),
         (("simulate", "eval.arrow", *AS, "--policy", "lur"), "did you mean 'lru'?"),
         (("simulate", "eval.arrow", *AS, "--policy", "S3-FIFO"), "did you mean 's3fifo'?"),

@@ -120,7 +120,7 @@ def parsed_keys(set_keys: Sequence[str]) -> dict[str, Any]:
             raise KairoxError(f"--set takes key=value, got {text!r}")
         try:
             values[key.strip()] = json.loads(value)
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):  # or too long or deep for JSON: no value of a setting
             values[key.strip()] = value.strip()
     return values
 

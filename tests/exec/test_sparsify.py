@@ -233,6 +233,8 @@ def test_file_round_trip(half: Thresholds, swiglu_dir: Path, tmp_path: Path) -> 
         ({"cost": {}}, "damaged: cost must have the keys"),
         ({"measured_on": None}, "damaged: tokens must have the keys"),
         ({"target_density": "half"}, "damaged"),
+        ({"per_layer": [1e300] * 6}, "finite in float32"),
+        ({"densities": []}, "damaged: 6 thresholds, 0 densities"),
     ],
 )
 def test_damaged_files_are_refused(
@@ -243,8 +245,26 @@ def test_damaged_files_are_refused(
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
     with pytest.raises(KairoxError, match=words):
         read_thresholds(path)
-    path.write_text("[")
-    with pytest.raises(KairoxError, match="cannot read thresholds"):
+    for text in ("[", "[" * 100_000, '{"format": ' + "1" * 5000 + "}"):
+        path.write_text(text)
+        with pytest.raises(KairoxError, match="cannot read thresholds"):
+            read_thresholds(path)
+
+
+@pytest.mark.parametrize(
+    ("part", "key", "value"),
+    [("cost", "kl_nats", "x"), ("cost", "positions", 1.5), ("measured_on", "text", 5),
+     ("calibrated_on", "stop", True)],
+)  # fmt: skip
+def test_a_value_of_another_type_is_named(
+    part: str, key: str, value: object, half: Thresholds, tmp_path: Path
+) -> None:
+    path = tmp_path / "thresholds.json"
+    half.save(path)
+    content = json.loads(path.read_text())
+    content[part][key] = value
+    path.write_text(json.dumps(content))
+    with pytest.raises(KairoxError, match=f"is damaged: {key} is {value!r}"):
         read_thresholds(path)
 
 
