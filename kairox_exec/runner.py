@@ -32,6 +32,7 @@ from kairox_exec.loading import load_dense
 from kairox_exec.oplog import NS, Op, busy_s
 from kairox_exec.predictor import LayerGate, Learnt, ffn_norms, gates_on, predict
 from kairox_exec.sampling import Choose, greedy
+from kairox_exec.text import checked_tokens
 from kairox_exec.weights import NeuronBundles, bundle_model
 from kairox_sim.cache import NeuronCache
 from kairox_sim.errors import KairoxError
@@ -372,25 +373,6 @@ def _enough_memory(what: str) -> Iterator[None]:
             "smaller chunks of the prompt (--set prefill_chunk=16), or end what else uses the "
             "device"
         ) from error
-
-
-def checked_tokens(given: Sequence[int] | NDArray[np.int32], config: Any) -> NDArray[np.int32]:
-    """One sequence as int32 [n_tokens]; KairoxError where the model of `config` cannot take it."""
-    tokens = np.asarray(given, np.int32)
-    vocab, longest = int(config.vocab_size), int(config.max_position_embeddings)
-    if tokens.ndim != 1 or tokens.size == 0:
-        raise KairoxError(f"a sequence is a list of 1 token or more, got {tokens.shape}")
-    if tokens.min() < 0 or tokens.max() >= vocab:
-        raise KairoxError(
-            f"tokens must be 0 to {vocab - 1}, got {tokens.min()} to {tokens.max()}; "
-            "was the text encoded with another model's tokenizer?"
-        )
-    if tokens.size > longest:
-        raise KairoxError(
-            f"{tokens.size} tokens; the model's context holds {longest}: give a shorter prompt or "
-            "window"
-        )
-    return tokens
 
 
 def _chunks(tokens: NDArray[np.int32], size: int) -> list[NDArray[np.int32]]:

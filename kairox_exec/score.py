@@ -24,8 +24,15 @@ from torch.nn import functional
 from kairox_exec.generation import overrun_warnings
 from kairox_exec.live import ONE_THREAD, HostSide, KernelChoice, device_for, start
 from kairox_exec.loading import load_reference
-from kairox_exec.runner import checked_tokens, kv_argument
-from kairox_exec.text import Tokenizer, check_vocabulary, encode_file, load_tokenizer, windows
+from kairox_exec.runner import kv_argument
+from kairox_exec.text import (
+    Tokenizer,
+    check_vocabulary,
+    checked_tokens,
+    encode_file,
+    load_tokenizer,
+    windows,
+)
 from kairox_sim.errors import KairoxError
 from kairox_sim.hardware import HardwareProfile, LinkProfile
 from kairox_sim.settings import Settings, label

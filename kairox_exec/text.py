@@ -105,6 +105,27 @@ def load_tokenizer(model_dir: str | Path) -> Tokenizer:
     return Tokenizer(fast, hashlib.sha256(content).hexdigest())
 
 
+def checked_tokens(
+    given: Sequence[int] | npt.NDArray[np.int32], config: Any
+) -> npt.NDArray[np.int32]:
+    """One sequence as int32 [n_tokens]; KairoxError where the model of `config` cannot take it."""
+    tokens = np.asarray(given, np.int32)
+    vocab, longest = int(config.vocab_size), int(config.max_position_embeddings)
+    if tokens.ndim != 1 or tokens.size == 0:
+        raise KairoxError(f"a sequence is a list of 1 token or more, got {tokens.shape}")
+    if tokens.min() < 0 or tokens.max() >= vocab:
+        raise KairoxError(
+            f"tokens must be 0 to {vocab - 1}, got {tokens.min()} to {tokens.max()}; "
+            "was the text encoded with another model's tokenizer?"
+        )
+    if tokens.size > longest:
+        raise KairoxError(
+            f"{tokens.size} tokens; the model's context holds {longest}: give a shorter prompt or "
+            "window"
+        )
+    return tokens
+
+
 def check_vocabulary(tokenizer: Tokenizer, vocab: int) -> None:
     """Raise if the tokenizer can give ids that the model has no embedding for."""
     if tokenizer.n_vocab > vocab:
