@@ -185,12 +185,17 @@ class PlainRecorder:
         self._thread.join()
         error = error or self._failed
         updates = {} if self._given else {"sequences": self._rows.sequences()}
+        try:
+            if error is None and self.n_steps:
+                self._rows.close()
+            else:
+                self._rows.abandon()
+        except OSError as full:
+            error = error or full
         if error is None and self.n_steps:
-            self._rows.close()
             seal_recording(self, self._stream, self.out, **updates)
             self._rows.warn_of_silent_layers()
             return
-        self._rows.abandon()
         if isinstance(error, KeyboardInterrupt):
             said = seal_what_there_is(self, self._stream, self.out, **updates)
             raise KeyboardInterrupt(said) from error

@@ -343,6 +343,20 @@ def test_an_error_of_the_writing_thread_reaches_the_caller(
         model(input_ids=_ids(tokenizer))
 
 
+def test_a_disk_that_is_full_at_the_end_keeps_what_can_be_read(
+    model: Any, tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(self: PassWriter) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(PassWriter, "close", full)
+    with (
+        pytest.raises(KairoxError, match=r"No space left on device\. .*recorded|tokens before it"),
+        record_plain(model, tokenizer, tmp_path / "t.arrow"),
+    ):
+        model(input_ids=_ids(tokenizer))
+
+
 # -- runs that end early --------------------------------------------------------------------------
 
 

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from kairox_exec import plain_run
+from kairox_exec import recording as recording_run
 from kairox_exec.hidden_states import HiddenStatesWriter, read_hidden_states
 from kairox_sim import cli
 from kairox_sim.cli import main
@@ -134,10 +136,13 @@ def test_an_interrupt_before_the_first_step_leaves_nothing_in_the_way(
     recording: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+
+    def stopped(*args: Any) -> Any:
+        raise KeyboardInterrupt
+
     with monkeypatch.context() as patched:
-        patched.setattr(
-            HiddenStatesWriter, "__enter__", lambda self: (_ for _ in ()).throw(KeyboardInterrupt)
-        )
+        patched.setattr(recording_run, "_run", stopped)
+        patched.setattr(plain_run, "_forwards", stopped)
         assert kairox(*recording) == 130
     assert "stopped before the first step" in capsys.readouterr().err
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
