@@ -167,8 +167,10 @@ class TraceWriter:
             return
         self._closed = True
         if self._container is not None:
-            self._write_whole()
-            self._container.abandon()
+            try:
+                self._write_whole()
+            finally:
+                self._container.abandon()
 
     def _create(self) -> ContainerWriter:
         optional = ("evaluated",) if self._has_evaluated else ()
@@ -185,8 +187,9 @@ class TraceWriter:
 
     def _write_whole(self) -> None:
         if self._whole and self._container is not None:
-            self._container.write(_columns(self._whole, self.header.n_layers))
-            self._whole.clear()
+            # What fails is not tried again: behind half a batch it would read as damage.
+            steps, self._whole = self._whole, []
+            self._container.write(_columns(steps, self.header.n_layers))
 
     def _check_place(self, seq: int, step: int, phase: str, tokens: list[int], layer: int) -> None:
         is_new = 0 <= layer < self.header.n_layers and layer not in self._open

@@ -6,6 +6,7 @@ from small_traces import header
 
 from kairox_sim.errors import KairoxError
 from kairox_sim.trace import TraceWriter, pack, read_trace
+from kairox_sim.trace_file import ContainerWriter
 
 
 @pytest.fixture
@@ -88,3 +89,27 @@ def test_whole_steps_that_do_not_fit_are_refused(tmp_path):
         writer.append(**place | {"step": 1}, layer=1, active=np.zeros((1, 70), bool))
     with pytest.raises(KairoxError, match="closed"):
         writer.append_step(**place | {"step": 2}, active=none)
+
+
+def test_a_batch_that_failed_is_not_written_again(tmp_path, monkeypatch):
+    """As on a disk that was full: what came before is read, and half a batch is a cut."""
+    about = header(n_layers=1, n_neurons=70)
+    place = {"seq": 0, "phase": "decode", "tokens": [3], "active": np.zeros((1, 1, 16), np.uint8)}
+    write = ContainerWriter.write
+
+    def half(self, columns):
+        write(self, columns)
+        self._file.truncate(self._file.tell() - 40)
+        self._file.seek(0, 2)
+        raise OSError(28, "No space left on device")
+
+    writer = TraceWriter(tmp_path / "t.arrow", about, steps_per_batch=2)
+    for step in range(3):
+        writer.append_step(step=step, **place)
+    monkeypatch.setattr(ContainerWriter, "write", half)
+    with pytest.raises(OSError, match="No space left"):
+        writer.append_step(step=3, **place)
+    monkeypatch.setattr(ContainerWriter, "write", write)
+    writer.abandon()
+    trace = read_trace(tmp_path / "t.arrow")
+    assert trace.n_steps == trace.truncated_at == 2
