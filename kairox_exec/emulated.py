@@ -68,6 +68,7 @@ class EmulatedDevice:
         self.profile: HardwareProfile | None = None
         self.ops: list[Op] = []
         self.n_ops = self.n_overruns = 0
+        self.paced_ns = self.behind_ns = 0  # of gpu ops: as modelled, and by how much more
         self._paced = costs is not None
         self._clock = Clock()
         self._free_ns = 0  # gpu lane
@@ -181,6 +182,8 @@ class EmulatedDevice:
         if self.costs is not None:
             modelled_ns = t0_ns + gpu_op_ns(self.costs, kind, size)
             t1_ns, overrun = max(modelled_ns, real_ns), real_ns > modelled_ns
+            self.paced_ns += modelled_ns - t0_ns
+            self.behind_ns += t1_ns - modelled_ns
             if kind in SYNCHRONISING:
                 self._clock.sleep_until(t1_ns)
         self._free_ns = t1_ns

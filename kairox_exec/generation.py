@@ -9,7 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from kairox_exec.calibration import OVERRUN_LIMIT
 from kairox_exec.device import Device
+from kairox_exec.emulated import EmulatedDevice
 from kairox_exec.live import (
     ONE_THREAD,
     HostSide,
@@ -148,8 +150,6 @@ def _result(
 ) -> RunResult:
     device, steps = runner.device, steps_frame(records)
     costs, ending = device.costs, runner.ending
-    paced_by = "unpaced" if profile is None else f"slowed {profile.time_scale:g} x"
-    where = next(runner.model.parameters()).device.type
     overruns = device.n_overruns / device.n_ops if device.n_ops else np.nan
     return RunResult(
         steps=steps,
@@ -160,7 +160,7 @@ def _result(
             "setting": label(settings),
             "time": "measured" if costs is None else "emulated",
             "costs": _costs_label(model, settings, None if costs is None else costs.shape.name),
-            "hardware": f"{where if profile is None else profile.name}, {paced_by}",
+            "hardware": hardware_label(device),
             "gating": gating_label(settings.gating, runner.exactness),
             "numerics": settings.numerics,
             "prediction": _prediction_label(settings, runner),
@@ -174,13 +174,27 @@ def _result(
 
 
 def overrun_warnings(device: Device) -> tuple[str, ...]:
-    """One, where an emulated device was too slow for its profile."""
-    if device.costs is None or device.n_overruns <= 0.02 * device.n_ops:
+    """One, where an emulated device was too slow for its profile: often, or by much at a time."""
+    if not isinstance(device, EmulatedDevice) or device.costs is None:
+        return ()
+    often = device.n_overruns / max(1, device.n_ops)
+    longer = device.behind_ns / max(1, device.paced_ns)
+    if max(often, longer) <= OVERRUN_LIMIT:
         return ()
     return (
-        f"{device.n_overruns / device.n_ops:.1%} of the ops took longer than the emulated machine "
-        "allows: the times are not its own; close other programs, or raise --time-scale",
+        f"{often:.1%} of the ops took longer than the emulated machine allows, and those of its "
+        f"GPU {longer:.1%} longer in all: the times are not its own; close other programs, or "
+        "raise --time-scale",
     )
+
+
+def hardware_label(device: Device) -> str:
+    """Whose times these are, and what of the machine changes them."""
+    profile, threads = device.profile, device.host_threads
+    said = f"{device.where.type}, unpaced"
+    if device.costs is not None and profile is not None:
+        said = f"{profile.name}, slowed {profile.time_scale:g} x"
+    return said if threads == 1 else f"{said}, {threads} host threads"
 
 
 def _prediction_label(settings: Settings, runner: Runner) -> str:

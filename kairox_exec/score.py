@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch.nn import functional
 
-from kairox_exec.generation import overrun_warnings
+from kairox_exec.generation import hardware_label, overrun_warnings
 from kairox_exec.live import ONE_THREAD, HostSide, KernelChoice, device_for, start
 from kairox_exec.loading import load_reference
 from kairox_exec.runner import kv_argument
@@ -43,6 +43,8 @@ Progress = Callable[[int, int], None]
 
 Tokens = NDArray[np.int32]
 
+_SAID_BESIDE = {"numerics": "fast", "weights": None, "dtype": "float32"}  # of a Score, on their own
+
 
 @dataclass(frozen=True, slots=True)
 class Difference:
@@ -61,14 +63,18 @@ class Difference:
 class Score:
     """Of the positions whose next token is known: every decode step."""
 
-    setting: str
+    setting: str  # policy, controller, budget
+    gating: str
     numerics: str
+    weights: str  # of the FFN's rows
+    dtype: str  # of everything else
     exactness: str  # what is promised of the neurons: exact, or how they may be missing
     tokens: int
     nats_per_token: float
     logits_sha256: str  # of the float32 logits, position after position
     tok_s: float  # wall time of the steps, as the device has it; of text that is given
     time: str  # measured, or emulated
+    hardware: str
     prefill: int
     window: int
     difference: Difference | None = None
@@ -207,14 +213,18 @@ def score(
                     if progress is not None:
                         progress(tally.n, total)
     return Score(
-        setting=label(chosen),
+        setting=label(chosen.with_overrides(_SAID_BESIDE)),
+        gating=chosen.gating,
         numerics=chosen.numerics,
+        weights=chosen.weights or chosen.dtype,
+        dtype=chosen.dtype,
         exactness=runner.exactness,
         tokens=tally.n,
         nats_per_token=tally.nats_per_token,
         logits_sha256=tally.logits_sha256,
         tok_s=total / wall_s,
         time="measured" if machine.costs is None else "emulated",
+        hardware=hardware_label(machine),
         prefill=prefill,
         window=window,
         difference=comparison.result() if dense is not None else None,
@@ -238,6 +248,7 @@ def score_dense(
     sequences = _sequences(
         tokenizer, texts, tokens=tokens, skip=skip, prefill=prefill, window=window
     )
+    dtype = (settings or Settings()).dtype
     steps_of = _dense_steps(model_dir, settings or Settings())
     tally, wall_s = Tally(), 0.0
     total = sum(given.size - prefill for given in sequences)
@@ -251,14 +262,18 @@ def score_dense(
             if progress is not None:
                 progress(tally.n, total)
     return Score(
-        setting="dense, by transformers",
+        setting="by transformers",
+        gating="dense",
         numerics="its own",
+        weights=dtype,
+        dtype=dtype,
         exactness="exact",
         tokens=tally.n,
         nats_per_token=tally.nats_per_token,
         logits_sha256=tally.logits_sha256,
         tok_s=tally.n / wall_s,
         time="measured",
+        hardware="cpu, unpaced",
         prefill=prefill,
         window=window,
     )

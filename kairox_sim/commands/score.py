@@ -179,18 +179,23 @@ def _refuse_beside_dense(given: dict[str, Any]) -> None:
 
 def print_score(result: Score) -> None:
     """Three lines; more where it was compared."""
-    typer.echo(f"{result.setting}, numerics {result.numerics}; neurons: {result.exactness}")
+    rounded = "" if result.weights == result.dtype else f", rounded from {result.dtype}"
     typer.echo(
-        f"{result.nats_per_token:.6f} nats per token over {result.tokens} tokens "
-        f"(perplexity {result.perplexity:.4f}), {result.tok_s:.1f} tok/s ({result.time})"
+        f"{result.setting}; gating {result.gating}, numerics {result.numerics}, FFN rows "
+        f"{result.weights}{rounded}; neurons: {result.exactness}"
+    )
+    typer.echo(
+        f"{result.nats_per_token:.6f} nats per token over {result.tokens} tokens (perplexity "
+        f"{result.perplexity:.4f}), {result.tok_s:.1f} tok/s ({result.time}: {result.hardware})"
     )
     typer.echo(f"logits sha256 {result.logits_sha256}")
     if (d := result.difference) is None:
         return
-    first = "none" if d.first_divergence is None else f"at position {d.first_divergence}"
+    at = d.first_divergence
+    first = "everywhere" if at is None else f"first another at position {at}"
     typer.echo(
-        f"against the dense model ({d.dense_nats_per_token:.6f} nats): largest logit error "
-        f"{d.max_logit_error:.3g}, rms {d.rms_logit_error:.3g} (logits' own std "
+        f"against the dense model in {result.dtype} ({d.dense_nats_per_token:.6f} nats): "
+        f"largest logit error {d.max_logit_error:.3g}, rms {d.rms_logit_error:.3g} (logits' own std "
         f"{d.logit_std:.3g}), KL {d.kl_nats:.3g} nats, same most likely token "
-        f"{d.top1_agreement:.2%}, first other one {first}"
+        f"{d.top1_agreement:.2%} ({first})"
     )

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from kairox_exec.clock import Clock
 from kairox_exec.emulated import EmulatedDevice
+from kairox_exec.generation import overrun_warnings
 from kairox_exec.lanes import Job, Link, Transfer, Worker
 from kairox_exec.oplog import Op, Size, busy_s, clip, union_ns
 from kairox_exec.pacing import in_ns
@@ -250,6 +251,23 @@ def test_work_longer_than_modelled_is_an_overrun(costs: CostModel) -> None:
         assert device.ops[0].overrun
         # The lane's clock follows the real end, so that the next op is not blamed for it.
         assert device.begin() == device.ops[0].t1_ns
+        assert device.paced_ns + device.behind_ns == device.ops[0].t1_ns - t0
+        assert device.behind_ns > 100 * device.paced_ns
+
+
+@pytest.mark.parametrize(
+    ("n_overruns", "behind_ns", "said"),
+    [(0, 0, ""), (2, 10, ""), (3, 0, "3.0%"), (1, 300, "30.0%")],
+)
+def test_few_ops_that_are_far_behind_are_said_too(
+    n_overruns: int, behind_ns: int, said: str, costs: CostModel
+) -> None:
+    with EmulatedDevice(costs) as device:
+        device.n_ops, device.n_overruns = 100, n_overruns
+        device.paced_ns, device.behind_ns = 1000, behind_ns
+        warnings = overrun_warnings(device)
+    assert len(warnings) == bool(said)
+    assert said in "".join(warnings)
 
 
 def test_swaps_land_in_issue_order_when_their_time_has_come(costs: CostModel) -> None:

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,10 +13,18 @@ from typer.testing import CliRunner
 
 from kairox_exec.score import Comparison, Score, Tally, score, score_dense
 from kairox_sim.cli import app, main
+from kairox_sim.commands.score import print_score
 from kairox_sim.errors import KairoxError
 from kairox_sim.settings import Settings
 
 CUT = {"tokens": 40, "prefill": 8, "window": 40}
+
+
+FOUND = Score(
+    setting="lru 50", gating="exact", numerics="fast", weights="q4_0", dtype="bfloat16",
+    exactness="exact", tokens=1, nats_per_token=2.0, logits_sha256="", tok_s=1.0, time="measured",
+    hardware="cpu, unpaced", prefill=1, window=2,
+)  # fmt: skip
 
 
 def test_nats_and_hash_by_hand() -> None:
@@ -113,8 +122,21 @@ def test_an_emulated_time_is_labelled_and_too_fast_a_pace_is_said(
         tiny_reglu_dir, prompts_dir / "prose.txt", tokens=10, prefill=8, window=10,
         device="emulated", emulate="emu-pc1", time_scale=1e-3,
     )  # fmt: skip
-    assert found.time == "emulated"
+    assert (found.time, found.hardware) == ("emulated", "emu-pc1, slowed 0.001 x")
     assert "took longer than the emulated machine allows" in found.warnings[0]
+
+
+def test_rows_of_another_format_and_the_machine_stand_beside_a_score(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    print_score(FOUND)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == (
+        "lru 50; gating exact, numerics fast, FFN rows q4_0, rounded from bfloat16; neurons: exact"
+    )
+    assert lines[1].endswith("1.0 tok/s (measured: cpu, unpaced)")
+    print_score(replace(FOUND, weights="bfloat16"))
+    assert "rounded" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -145,5 +167,5 @@ def test_a_window_longer_than_the_context_is_refused_dense_too(
 
 
 def test_a_perplexity_beyond_floats_is_infinite() -> None:
-    found = Score("x", "fast", "exact", 1, 1e4, "", 1.0, "measured", 1, 2)
+    found = replace(FOUND, nats_per_token=1e4)
     assert found.perplexity == math.inf
