@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from math import nan
@@ -192,6 +193,8 @@ class PlainRecorder:
                 self._rows.abandon()
         except OSError as full:
             error = error or full
+            with suppress(OSError):
+                self._rows.abandon()
         if error is None and self.n_steps:
             seal_recording(self, self._stream, self.out, **updates)
             self._rows.warn_of_silent_layers()
