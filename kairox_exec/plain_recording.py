@@ -151,8 +151,8 @@ class PlainRecorder:
         """Time in hooks and CPU time of the thread that writes, as a share of the forward passes'.
 
         That thread runs beside the model where there is a core for it, but the two take turns at
-        Python's lock, so that its time is not free. What torch takes to call a hook is left out:
-        about a microsecond each.
+        Python's lock, so that its time is not free. What torch takes to call hooks is left out,
+        some microseconds each: with a very small model `benchmarks/bench_recorder.py` shows more.
         """
         added_ns = self._inside_ns + self._writing_ns
         return added_ns / self._wall_ns if self._wall_ns else nan
