@@ -91,8 +91,11 @@ def simulate(
     predictions, prediction_label = _predictions(trace, settings, cache)
     plan = memory_plan(settings, trace, profile, shape, cache)
     if not plan.fits and settings.policy not in BOUNDS:
+        counted = ""
+        if isinstance(settings.slots, int) and settings.slots > header.n_neurons:
+            counted = f" (slots are counted in the trace's {header.n_neurons} neurons of a layer)"
         raise KairoxError(
-            f"{plan.explain()}; give fewer slots, or a machine with more device memory"
+            f"{plan.explain()}; give fewer slots{counted}, or a machine with more device memory"
         )
     run = run_trace(
         trace,
@@ -125,7 +128,8 @@ def simulate(
     return RunResult(
         steps=steps,
         summary=summary,
-        labels=_labels(settings, header, shape, profile, prediction_label),
+        labels=_labels(settings, header, shape, profile, prediction_label)
+        | {"budget": _budget_label(cache, shape, plan, longest_context(settings, trace))},
         unused_yet=run.unused_yet,
         cancelled_at_end=run.cancelled_at_end,
         slices=run.slices,
@@ -341,6 +345,19 @@ def _labels(
     if settings.gating == "screened" and header.gating != "screened":
         labels["evaluated"] = "survivors = active (a perfect screen)"
     return labels
+
+
+def _budget_label(cache: NeuronCache, shape: ModelShape, plan: MemoryPlan, context_len: int) -> str:
+    """Slots of the trace's neurons, of how many of the model's they stand for, and the memory."""
+    slots = sum(cache.capacity) / cache.n_layers
+    mean = " on average" if len(set(cache.capacity)) > 1 else ""
+    said = f"{slots:,.4g} of {cache.n_neurons:,} neurons of a layer resident{mean}"
+    if cache.n_neurons != shape.n_neurons:
+        of_model = slots * shape.n_neurons / cache.n_neurons
+        said += f", for {of_model:,.0f} of {shape.n_neurons:,} of {shape.name}"
+    gb = f"{plan.total / 1e9:.2f} of {plan.vram / 1e9:.2f} GB of device memory"
+    fit = "" if plan.fits else ", so it does not fit"
+    return f"{said}; {gb} at {context_len:,} tokens of context{fit}"
 
 
 def _warnings(

@@ -224,8 +224,20 @@ def test_tables_for_people(folder: Path, capsys: Capture) -> None:
     (tok_s,) = [row for row in rows if row[1].strip() == "tok_s"]
     assert [part.strip() for part in tok_s[3:5]] == list(METRICS["tok_s"][::-1])
     assert "warning: no policy headroom" in captured.err
+    assert "2 of 64 neurons of a layer resident" in captured.out
+    assert "times and amounts are of the trace's layers" in captured.out
     kairox("info", folder / "eval.arrow")
     assert "density" in capsys.readouterr().out
+
+
+def test_tables_of_a_trace_say_what_it_leaves_out(folder: Path, capsys: Capture) -> None:
+    run = {"kind": "plain", "weights": "int8", "dtype": "bfloat16", "numerics": "fast"}
+    trace = random_trace(approximate="by thresholds", run=run)
+    write_trace(trace, folder / "thresholds.arrow")
+    kairox("info", folder / "thresholds.arrow")
+    told = capsys.readouterr().out
+    assert "exact; approximate: neurons below an activation threshold are left out" in told
+    assert "plain, FFN rows int8, all else bfloat16, numerics fast" in told
 
 
 def test_info_warns_of_a_loop(folder: Path, capsys: Capture) -> None:

@@ -173,6 +173,15 @@ def test_labels_say_what_the_numbers_are_of() -> None:
     assert run(made_up).labels["activations"] == "synthetic"
 
 
+def test_the_budget_is_said_in_neurons_of_the_trace_and_of_the_model() -> None:
+    said = run(policy="lru").labels["budget"]
+    assert said.startswith("24 of 64 neurons of a layer resident, for 4,128 of 11,008 of prosparse")
+    assert " of 12.88 GB of device memory at " in said
+    assert run(policy="all").labels["budget"].endswith("tokens of context, so it does not fit")
+    own = run(random_trace(6, 896, 3, model="tiny-reglu", d_model=192), model_as=None)
+    assert own.labels["budget"].startswith("24 of 896 neurons of a layer resident; 1.3")
+
+
 def test_own_costs_are_no_stand_in() -> None:
     trace = random_trace(6, 896, 3, model="tiny-reglu", d_model=192)
     result = run(trace, model_as=None)
@@ -231,6 +240,8 @@ def test_static_without_a_prior_or_with_one_that_saw_the_tokens() -> None:
 def test_what_does_not_fit_is_refused_but_the_bound_is_not() -> None:
     with pytest.raises(KairoxError, match=r"does not fit on pc1: attention .* = 14\.\d+ GB > 12"):
         run(slots=64)
+    with pytest.raises(KairoxError, match=r"are counted in the trace's 64 neurons of a layer\)"):
+        run(slots=5000)
     bound = run(policy="all")
     assert bound.provenance["fits"] is False
     assert any("does not fit" in text for text in bound.warnings)

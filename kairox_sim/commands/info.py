@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kairox_sim.commands.options import Json, print_json, print_warnings
+from kairox_sim.commands.options import Json, print_json, print_warnings, wide_console
+from kairox_sim.record import EXACT, exactness_of
 
 if TYPE_CHECKING:
     from kairox_sim.trace_format import TraceHeader
@@ -60,31 +61,49 @@ def stat_warnings(stats: TraceStats) -> list[str]:
     return said
 
 
+def how_recorded(header: TraceHeader) -> dict[str, str]:
+    """Of what run a trace is, and what of the model's neurons it leaves out, in words."""
+    exactness = exactness_of(header.gating, approximate=header.approximate is not None)
+    left_out = "" if exactness == EXACT else f"; {exactness}"
+    said = {"gating": header.gating + left_out}
+    if header.run:
+        kind, rows, rest, numerics = (
+            header.run.get(key, "unknown") for key in ("kind", "weights", "dtype", "numerics")
+        )
+        said["run"] = f"{kind}, FFN rows {rows}, all else {rest}, numerics {numerics}"
+    return said
+
+
 def _print_tables(header: TraceHeader, stats: TraceStats) -> None:
-    from rich.console import Console
     from rich.table import Table
 
-    console = Console()
+    console = wide_console()
     about = Table(title=f"{stats.model}: {stats.n_layers} layers x {stats.n_neurons} neurons")
     about.add_column("what")
     about.add_column("value", justify="right")
     for name, value in (
         ("what fired", "synthetic: made up" if header.synthetic else "recorded"),
+        *how_recorded(header).items(),
         ("sequences", f"{stats.n_sequences}"),
-        ("tokens", f"{stats.n_tokens}"),
-        ("of them prefill", f"{stats.n_prefill_tokens}"),
-        ("steps", f"{stats.n_steps}"),
-        ("gating", header.gating),
-        ("activations", f"{stats.activations}"),
+        ("tokens", f"{stats.n_tokens:,}"),
+        ("of them prefill", f"{stats.n_prefill_tokens:,}"),
+        ("steps", f"{stats.n_steps:,}"),
+        ("activations", f"{stats.activations:,}"),
         ("tokens until the same neuron fires again, median", f"{stats.reuse_median_tokens:g}"),
         ("tokens inside loops", f"{stats.loop_share:.1%}"),
     ):
         about.add_row(name, value)
     console.print(about)
-    layers = Table(title="by layer")
-    for column in ("layer", "density", "Jaccard of neighbours", "one-hit share", "skew"):
+    layers = Table(
+        title="by layer",
+        caption="density: active share of a token's neurons; Jaccard: overlap of tokens in a row; "
+        "once only: of the neurons that fired; 80 %: the smallest share of neurons with 80 % of "
+        "the activations",
+    )
+    for column in ("layer", "density", "Jaccard of neighbours", "once only", "80 %"):
         layers.add_column(column, justify="right")
     for i in range(stats.n_layers):
-        numbers = (stats.density[i], stats.jaccard[i], stats.one_hit_share[i], stats.skew[i])
-        layers.add_row(str(i), *(f"{n:.3f}" for n in numbers))
+        shares = (stats.density[i], stats.one_hit_share[i], stats.skew[i])
+        density, once, most = ("unknown" if x != x else f"{x:.1%}" for x in shares)
+        layers.add_row(str(i), density, f"{stats.jaccard[i]:.3f}", once, most)
     console.print(layers)

@@ -34,16 +34,19 @@ Controller = Annotated[
 Slots = Annotated[
     str | None,
     typer.Option(
-        help="Neurons resident per layer: N; a,b,.. for each layer; density or density:N; the size "
-        "of all of them, such as 4GiB; vram: what fits; all; ngl or ngl:N: the last N layers "
-        "of the model whole. [default: a quarter]"
+        help="Neurons resident per layer: N of the trace's (live: the model's); a,b,.. for each "
+        "layer; density or density:N; the size of all of them, such as 4GiB; vram: what fits; all; "
+        "ngl or ngl:N: the last N layers of the model whole. [default: a quarter]"
     ),
 ]
 Gating = Annotated[
-    str | None, typer.Option(help="oracle, exact, screened, predicted or dense. [default: exact]")
+    str | None,
+    typer.Option(
+        help="exact, screened, oracle; predicted (lossy); dense (simulated only). [default: exact]"
+    ),
 ]
 ModelAs = Annotated[
-    str | None, typer.Option("--as", help="Replay at the costs of this model (a stand-in).")
+    str | None, typer.Option("--as", help="Charge the costs of this model: a stand-in.")
 ]
 Prior = Annotated[
     Path | None,

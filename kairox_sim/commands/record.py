@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kairox_sim.commands.info import stat_warnings
+from kairox_sim.commands.info import how_recorded, stat_warnings
 from kairox_sim.commands.live_options import (
     CacheDir,
     Dtype,
@@ -158,7 +158,8 @@ def record(
 ) -> None:
     """Record which neurons fire, token by token, and what a look-ahead predictor says of them.
 
-    Ctrl-C seals what there is (exit code 130); a killed recording is readable up to the kill.
+    Ctrl-C keeps what there is, marked as cut (exit code 130); a killed recording is readable up to
+    the kill.
 
     Example: kairox record --model experiments/models/tiny-reglu
     --text experiments/prompts/prose.txt experiments/prompts/code.txt -o eval.arrow
@@ -304,13 +305,17 @@ def _print_tables(
 
     header = trace.header
     console = Console()
-    of = Table(title=f"{header.model}, gating {header.gating}: {trace.n_tokens} tokens")
+    said = how_recorded(header)
+    of = Table(
+        title=f"{header.model}, gating {said['gating']}: {trace.n_tokens:,} tokens",
+        caption=said.get("run"),
+    )
     of.add_column("domain")
     for column in ("sequences", "tokens", "density"):
         of.add_column(column, justify="right")
     for row in domains:
-        said = row.domain + (" (generated)" if row.generated else "")
-        of.add_row(said, str(row.sequences), str(row.tokens), _share(row.density))
+        domain = row.domain + (" (generated)" if row.generated else "")
+        of.add_row(domain, str(row.sequences), f"{row.tokens:,}", _share(row.density))
     console.print(of)
     ahead = header.predicted_trigger
     layers = Table(title=f"by layer; look-ahead at {ahead}" if ahead else "by layer; no look-ahead")

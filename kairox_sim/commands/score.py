@@ -195,7 +195,7 @@ def print_score(result: Score) -> None:
     first = "everywhere" if at is None else f"first another at position {at}"
     typer.echo(
         f"against the dense model in {result.dtype} ({d.dense_nats_per_token:.6f} nats): "
-        f"largest logit error {d.max_logit_error:.3g}, rms {d.rms_logit_error:.3g} (logits' own std "
-        f"{d.logit_std:.3g}), KL {d.kl_nats:.3g} nats, same most likely token "
+        f"largest logit error {d.max_logit_error:.3g}, rms {d.rms_logit_error:.3g} (logits' own "
+        f"std {d.logit_std:.3g}), KL {d.kl_nats:.3g} nats, same most likely token "
         f"{d.top1_agreement:.2%} ({first})"
     )

@@ -128,13 +128,22 @@ def print_result(result: RunResult) -> None:
 
     labels, summary = result.labels, result.summary
     of_model = summary["tok_s_scaled"]
+    said = []
     if of_model == of_model and of_model != summary["tok_s"]:  # a stand-in: the trace's is no speed
         summary = {"tok_s_scaled": of_model, **summary}
+        said.append(
+            "tok_s_scaled is of the whole model; times and amounts are of the trace's layers"
+        )
     exactness = labels.get("exactness", EXACT)
     lossy = "" if exactness == EXACT else f"; {exactness}"
+    said = [
+        f"{labels['costs']}; gating {labels['gating']}; {labels['prediction']}{lossy}",
+        labels["budget"],
+        *said,
+    ]
     table = Table(
         title=f"{labels['setting']} on {labels['hardware']} ({labels['time']})",
-        caption=f"{labels['costs']}; gating {labels['gating']}; {labels['prediction']}{lossy}",
+        caption="\n".join(said),
     )
     table.add_column("metric")
     table.add_column("value", justify="right")
