@@ -253,9 +253,8 @@ def rule_of(
     if activation != "silu":
         if thresholds is not None:
             raise KairoxError(
-                f"thresholds on |silu(gate)| were given and this model's activation is "
-                f"{activation_of(0.0, activation)!r}, which is exactly zero already: it needs "
-                "none. Leave them out"
+                f"this model's activation is {activation_of(0.0, activation)!r}, which is exactly "
+                "zero already: it needs no thresholds on |silu(gate)|. Run it without"
             )
         return Rule(activation, (threshold_of(config, fatrelu_threshold),) * n_layers, False)
     if fatrelu_threshold is not None:

@@ -118,9 +118,12 @@ class MlpPredictor:
         target = Path(path)
         beside = target.with_name(target.name + ".writing")
         try:
+            beside.touch()
+            mode = beside.stat().st_mode  # safetensors' own files are for their owner alone
             save_file(
                 {k: t.contiguous() for k, t in tensors.items()}, beside, metadata={_KEY: about}
             )
+            beside.chmod(mode)
             beside.replace(target)
         except BaseException:
             beside.unlink(missing_ok=True)

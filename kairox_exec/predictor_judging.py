@@ -97,9 +97,10 @@ def require_unseen(seen: Iterable[Seen], judged_on: Iterable[tuple[str, Seen]]) 
     for name, (text, first, stop) in judged_on:
         for other, a, b in learnt:
             if text == other and a < stop and first < b:
+                last = max(end for one, _, end in learnt if one == text)
                 raise KairoxError(
                     f"{name} tokens {first} to {stop}: tokens {a} to {b} of it were trained on; "
-                    "judge the predictor on other ones"
+                    f"judge the predictor on other ones (of this text the last is {last - 1})"
                 )
 
 

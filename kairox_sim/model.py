@@ -276,9 +276,13 @@ def _check_predictor(predictor: str) -> None:
 
 def not_relu_like(name: str, activation: str) -> str:
     """What to say of a model whose silent neurons are not zero."""
+    thresholds = ""
+    if activation == "silu":
+        thresholds = ", or run it as an approximation: `kairox sparsify` makes --thresholds for it"
     return (
         f"model {name!r}: activation {activation!r} is not ReLU-like: its silent neurons are not "
         f"exactly zero; allowed: {', '.join(RELU_LIKE)}. Use a ReLU version of the model"
+        f"{thresholds}"
     )
 
 

@@ -87,9 +87,10 @@ def read_figure_table(path: str | Path) -> pd.DataFrame:
             return pd.read_csv(path)
         return pq.read_table(os.fspath(path)).to_pandas()  # type: ignore[no-any-return]
     except (OSError, ValueError, pa.ArrowInvalid) as error:
+        why = "no such file" if isinstance(error, FileNotFoundError) else error
         raise KairoxError(
-            f"cannot read {os.fspath(path)!r} as a table: {error}; give a Parquet or .csv file "
-            "such as `kairox sweep` or `kairox validate` writes"
+            f"cannot read {os.fspath(path)!r} as a table: {why}; give a Parquet or .csv file such "
+            "as `kairox sweep` or `kairox validate` writes"
         ) from error
 
 

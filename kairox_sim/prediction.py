@@ -128,11 +128,14 @@ def predictions_for(
     if trace.predicted_bits is None:
         raise KairoxError(
             f"trigger {trigger!r} needs predictions and the trace has none; record with a "
-            "look-ahead predictor, or ask for perfect prediction or a recall and precision"
+            "look-ahead predictor (hybrid runs do), ask for perfect prediction (--set "
+            "prediction=perfect) or a recall and precision (--set prediction=0.9,0.8), or plan "
+            "from what has fired (--set trigger=after)"
         )
     if made_for != trigger:
         raise KairoxError(
             f"the trace's predictions were made for trigger {made_for!r}, not {trigger!r}; "
-            f"use {made_for!r}, or ask for perfect prediction or a recall and precision"
+            f"use {made_for!r}, or ask for perfect prediction (--set prediction=perfect) or a "
+            "recall and precision (--set prediction=0.9,0.8)"
         )
     return Recorded()

@@ -254,8 +254,9 @@ def read_table(path: str | Path) -> pd.DataFrame:
     try:
         table = pq.read_table(os.fspath(path))
     except (OSError, pa.ArrowInvalid) as error:
+        why = "no such file" if isinstance(error, FileNotFoundError) else error
         raise KairoxError(
-            f"cannot read {os.fspath(path)!r} as a sweep's table: {error}; `kairox sweep` makes one"
+            f"cannot read {os.fspath(path)!r} as a sweep's table: {why}; `kairox sweep` makes one"
         ) from error
     if missing := [name for name in COLUMNS if name not in table.column_names]:
         raise KairoxError(

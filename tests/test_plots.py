@@ -588,6 +588,8 @@ def test_plot_all_reads_csv_and_refuses_what_is_no_table(tmp_path: Path) -> None
     (tmp_path / "x.parquet").write_text("not parquet")
     with pytest.raises(KairoxError, match=r"cannot read .*x\.parquet"):
         read_figure_table(tmp_path / "x.parquet")
+    with pytest.raises(KairoxError, match=r"cannot read .*y\.parquet.*: no such file; "):
+        read_figure_table(tmp_path / "y.parquet")
     with pytest.raises(KairoxError, match="no figure can be drawn"):
         plot_all(pd.DataFrame({"a": [1]}), tmp_path)
 

@@ -48,10 +48,8 @@ def bundles(
         names = sorted({entry.model for entry in found if entry.model})
         found = [entry for entry in found if entry.model == model]
         if not found:
-            raise KairoxError(
-                f"nothing of model {model!r} is kept in {folder}; there is of: "
-                f"{', '.join(names) or 'none'}"
-            )
+            others = f"; there is of: {', '.join(names)}" if names else ", nor of any other"
+            raise KairoxError(f"nothing of model {model!r} is kept in {folder}{others}")
     if clear:
         n_bytes = bundle_cache.clear(folder, model)
         if as_json:
@@ -63,9 +61,15 @@ def bundles(
         total = sum(entry.n_bytes for entry in found)
         print_json({"folder": str(folder), "entries": rows, "total_bytes": total})
     elif not found:
-        typer.echo(f"nothing is kept in {folder}")
+        typer.echo(f"nothing is kept in {folder}{'' if cache_dir else _least_kept()}")
     else:
         _print_table(folder, found)
+
+
+def _least_kept() -> str:
+    from kairox_exec.loading import WORTH_KEEPING_BYTES
+
+    return f" (rows of less than {WORTH_KEEPING_BYTES / 1e6:.0f} MB are kept in a --cache-dir only)"
 
 
 def _plain(entry: Entry) -> dict[str, Any]:

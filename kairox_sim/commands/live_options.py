@@ -62,7 +62,8 @@ Promotion = Annotated[
 CacheDir = Annotated[
     Path | None,
     typer.Option(
-        help="Where FFN rows are kept ready for the next start; off: nowhere. See `kairox bundles`."
+        help="Where FFN rows are kept ready for the next start; off: nowhere. See `kairox "
+        "bundles`. [default: the platform's cache, for rows of 256 MB and more]"
     ),
 ]
 

@@ -74,6 +74,8 @@ def sparsify(
         print_json(dataclasses.asdict(found))
     else:
         print_thresholds(found)
+        kept = "not written: give -o" if out is None else f"{out}: run with --thresholds {out}"
+        typer.echo(kept)
 
 
 def print_thresholds(found: Thresholds) -> None:

@@ -274,7 +274,7 @@ def _print(file: Path, made: MlpPredictor, judged: Judged | None) -> None:
         f"recall target {aim}"
     )
     if judged is None:
-        typer.echo(f"{size}; not judged: give --eval-text")
+        typer.echo(f"{size}; not judged: give it as --predictor, with --model and --eval-text")
         return
     table = Table(title=f"{judged.tokens} tokens that were not trained on: {_whose(judged)}")
     names = "layer", "target", "recall", "precision", "active", "predicted"

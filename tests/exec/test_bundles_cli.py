@@ -156,7 +156,12 @@ def test_folders_that_are_not_there(
         assert f"{named}' is no folder" in capsys.readouterr().err
     monkeypatch.setattr(bundle_cache, "default_folder", lambda: tmp_path / "own")
     kairox("bundles")
-    assert capsys.readouterr().out == f"nothing is kept in {tmp_path / 'own'}\n"
+    said = capsys.readouterr().out
+    assert said.startswith(f"nothing is kept in {tmp_path / 'own'} (rows of less than 256 MB")
+    kairox("bundles", "--model", "opt", code=2)
+    assert capsys.readouterr().err.endswith(
+        "is kept in {}, nor of any other\n".format(tmp_path / "own")
+    )
     kairox("bundles", "--clear")
     assert capsys.readouterr().out.startswith("removed 0 bytes")
     assert not (tmp_path / "own").exists()

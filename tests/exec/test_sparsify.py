@@ -283,7 +283,7 @@ def test_refused(how: dict[str, Any], words: str, swiglu_dir: Path, prose: Path)
 
 
 def test_models_that_need_no_thresholds_are_refused(tiny_reglu_dir: Path, prose: Path) -> None:
-    with pytest.raises(KairoxError, match="exactly zero already: it needs none"):
+    with pytest.raises(KairoxError, match="exactly zero already: it needs no thresholds"):
         sparsify(tiny_reglu_dir, prose, density=0.5)
 
 
@@ -314,7 +314,8 @@ def test_command(
     found = read_thresholds(out, swiglu_dir)
     assert found.target_density == 0.4
     assert found.measured_on.text == "code.txt"
-    assert shown.count("\n") == 1 + 6 + 2
+    assert shown.count("\n") == 1 + 6 + 3
+    assert shown.endswith(f"{out}: run with --thresholds {out}\n")
     with pytest.raises(SystemExit):
         main([*arguments[:-2], "--json"])
     assert json.loads(capsys.readouterr().out)["densities"] == list(found.densities)
