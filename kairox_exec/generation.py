@@ -24,6 +24,7 @@ from kairox_exec.live import (
 from kairox_exec.runner import Runner
 from kairox_exec.sampling import sampler
 from kairox_exec.text import Tokenizer, check_vocabulary, load_tokenizer
+from kairox_sim.budgets import resident_label
 from kairox_sim.hardware import HardwareProfile, LinkProfile
 from kairox_sim.metrics import RunResult, steps_frame, summarise
 from kairox_sim.record import StepRecord
@@ -164,6 +165,7 @@ def _result(
             "gating": gating_label(settings.gating, runner.exactness),
             "numerics": settings.numerics,
             "prediction": _prediction_label(settings, runner),
+            "budget": resident_label(runner.cache.capacity, runner.cache.n_neurons),
         },
         unused_yet=0 if ending is None else ending.unused_yet,
         cancelled_at_end=0 if ending is None else ending.cancelled,

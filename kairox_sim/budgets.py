@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -69,6 +70,12 @@ def slots_per_layer(
         )
     _, _, mean = slots.partition(":")
     return share_by_density(int(mean) if mean else n_neurons // 4, prior)
+
+
+def resident_label(slots: Sequence[int], n_neurons: int) -> str:
+    """The budget in words: of each layer, or on average where layers differ."""
+    mean = " on average" if len(set(slots)) > 1 else ""
+    return f"{sum(slots) / len(slots):,.4g} of {n_neurons:,} neurons of a layer resident{mean}"
 
 
 def _what_fits(

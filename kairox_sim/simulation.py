@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from kairox_sim.advice import advice
+from kairox_sim.budgets import resident_label
 from kairox_sim.cache import NeuronCache
 from kairox_sim.cost_model import CostModel
 from kairox_sim.costs import costs_for
@@ -349,11 +350,9 @@ def _labels(
 
 def _budget_label(cache: NeuronCache, shape: ModelShape, plan: MemoryPlan, context_len: int) -> str:
     """Slots of the trace's neurons, of how many of the model's they stand for, and the memory."""
-    slots = sum(cache.capacity) / cache.n_layers
-    mean = " on average" if len(set(cache.capacity)) > 1 else ""
-    said = f"{slots:,.4g} of {cache.n_neurons:,} neurons of a layer resident{mean}"
+    said = resident_label(cache.capacity, cache.n_neurons)
     if cache.n_neurons != shape.n_neurons:
-        of_model = slots * shape.n_neurons / cache.n_neurons
+        of_model = sum(cache.capacity) / cache.n_layers * shape.n_neurons / cache.n_neurons
         said += f", for {of_model:,.0f} of {shape.n_neurons:,} of {shape.name}"
     gb = f"{plan.total / 1e9:.2f} of {plan.vram / 1e9:.2f} GB of device memory"
     fit = "" if plan.fits else ", so it does not fit"

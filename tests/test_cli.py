@@ -300,16 +300,20 @@ def test_sweep_then_best(folder: Path, capsys: Capture) -> None:
 
 
 def test_what_a_sweep_shows_is_short_and_warnings_once(capsys: Capture) -> None:
-    row = {"status": "ok", "label": "lru 8", "machine": "pc1", "costs": "own costs",
+    row = {"status": "ok", "label": "lru 8", "fits": True, "costs": "own costs",
+           "machine": "calibrated-emulated-pc1-slowed-100x-deterministic+pcie3",
            "tok_s_scaled": 2.0, "hit_on_time": 0.5, "residual_share": 0.5,
            "loads_per_layer_step": 1.0, "over_bound": float("nan"),
            "warnings": "a; with more\nb"}  # fmt: skip
     slow = row | {"label": "slowest", "tok_s_scaled": 1.0, "warnings": "b"}
-    table = pd.DataFrame([slow, *([row] * MOST_ROWS), row | {"status": "refused"}])
+    bound = row | {"fits": False}
+    table = pd.DataFrame([slow, bound, *([row] * (MOST_ROWS - 1)), row | {"status": "refused"}])
     print_fastest(table)
     out = capsys.readouterr().out
     assert out.count("lru 8") == MOST_ROWS
     assert "slowest" not in out
+    assert "…" not in out  # names of machines differ at their ends
+    assert out.count(" no ") == 1
     assert "and 1 slower ones" in out
     assert "unknown" in out
     assert distinct_warnings(table) == ["b (22 of 22 cells)", "a; with more (21 of 22 cells)"]

@@ -196,17 +196,22 @@ def _print_table(done: Generated) -> None:
     labels = done.run.labels
     table = Table(
         title=f"{labels['setting']} on {labels['hardware']} ({labels['time']})",
-        caption=f"{labels['costs']}; gating {labels['gating']}; {labels['prediction']}",
+        caption=f"{labels['costs']}; gating {labels['gating']}; {labels['prediction']}\n"
+        f"{labels['budget']}",
     )
     table.add_column("metric")
     table.add_column("value", justify="right")
     table.add_column("unit")
     table.add_row("new tokens", str(len(done.tokens)), "tokens")
+    summary = done.run.summary
     for name in SHOWN:
-        value, unit = done.run.summary[name], METRICS[name][1]
+        if name == "tok_s_scaled" and summary[name] == summary["tok_s"]:
+            continue  # it is no stand-in
+        value, unit = summary[name], METRICS[name][1]
         scale, shown = (1e3, "ms") if unit == "s" else (1.0, unit)
         table.add_row(name, _number(value * scale), shown)
-    table.add_row("threshold_scale, last", _number(done.threshold_scale), "")
+    if done.threshold_scale == done.threshold_scale:  # else the policy has none
+        table.add_row("threshold_scale, last", _number(done.threshold_scale), "")
     Console().print(table)
 
 

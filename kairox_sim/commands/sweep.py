@@ -109,8 +109,8 @@ def print_fastest(table: pd.DataFrame) -> None:
     shown = Table(title=f"simulated: {costs}; tok_s_scaled is tokens/s of the whole model")
     several = ran["costs"].nunique() > 1
     shown.add_column("setting")
-    shown.add_column("hardware")
-    for name in (*(("costs",) if several else ()), *SHOWN, "warnings"):
+    shown.add_column("hardware", overflow="fold")
+    for name in (*(("costs",) if several else ()), *SHOWN, "fits", "warnings"):
         shown.add_column(name, justify="right")
     for _, row in ran.head(MOST_ROWS).iterrows():
         shown.add_row(
@@ -118,6 +118,7 @@ def print_fastest(table: pd.DataFrame) -> None:
             row["machine"],
             *((row["costs"].rpartition(", ")[2],) if several else ()),
             *("unknown" if row[key] != row[key] else f"{row[key]:.4g}" for key in SHOWN),
+            "yes" if row["fits"] else "no",
             str(len(warnings_of(row["warnings"]))),
         )
     console = wide_console()

@@ -63,8 +63,16 @@ def test_text_is_streamed_and_a_table_follows(command: list[object], capsys: Cap
     kairox(*command, "--seed", 3)
     shown = capsys.readouterr().out
     assert shown.startswith(text + "\n")
-    for part in ("tok_s", "hit_on_time", "h2d_bytes_per_token", "threshold_scale", "measured"):
+    for part in (
+        "tok_s",
+        "hit_on_time",
+        "h2d_bytes_per_token",
+        "threshold_scale",
+        "measured",
+        "of 896 neurons of a layer resident",
+    ):
         assert part in shown
+    assert "tok_s_scaled" not in shown  # no stand-in
     kairox(*command, "--json", "--seed", 4)
     assert json.loads(capsys.readouterr().out)["text"] != text
 
