@@ -228,6 +228,8 @@ def _prompt(line: str, where: str, source: Source) -> Prompt:
 def read_text(path: Path) -> tuple[str, Source]:
     """A UTF-8 file, without its byte order mark. KairoxError where it is empty or not text."""
     try:
+        if path.is_char_device():
+            raise KairoxError(f"{path} is a device, which may never end; give a text file")
         content = path.read_bytes()
     except OSError as error:
         raise KairoxError(f"cannot read {path}: {error.strerror}") from error

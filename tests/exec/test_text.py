@@ -18,6 +18,7 @@ from kairox_exec.text import (
     encode_file,
     load_tokenizer,
     read_prompts,
+    read_text,
     windows,
 )
 from kairox_sim.errors import KairoxError
@@ -196,3 +197,11 @@ def test_unreadable_files(tmp_path: Path, tiny_reglu_dir: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(KairoxError, match="is not a tokenizer"):
         load_tokenizer(tmp_path)
+
+
+def test_a_device_is_no_text() -> None:
+    zero = Path("/dev/zero")
+    if not zero.is_char_device():
+        pytest.skip("no /dev/zero here")
+    with pytest.raises(KairoxError, match="is a device, which may never end"):
+        read_text(zero)
