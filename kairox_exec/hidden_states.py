@@ -151,6 +151,11 @@ class HiddenStates:
         at = AFTER_ATTENTION if self.header.trigger == "attn_out" else ENTERING
         return self.states[layer - 1, at]
 
+    def first(self, n_tokens: int) -> HiddenStates:
+        """Of that many tokens, from the first on."""
+        states = {key: rows[:n_tokens] for key, rows in self.states.items()}
+        return HiddenStates(self.header, states, min(n_tokens, self.n_tokens))
+
 
 def read_hidden_states(path: str | Path) -> HiddenStates:
     """Whole steps of a file, cut ones included. KairoxError where it is not one of ours."""

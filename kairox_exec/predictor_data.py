@@ -99,14 +99,19 @@ class Recording:
     def read(
         self, trigger: str | None = None, progress: Progress | None = None
     ) -> tuple[Trace, HiddenStates]:
-        """KairoxError where it is cut, or of another model or trigger."""
+        """KairoxError where it is cut, or of another model or trigger.
+
+        A recording that Ctrl-C ended is whole as far as it goes: both files have its first steps.
+        """
         trigger = _known(trigger)
         trace, hidden = read_trace(self.trace), read_hidden_states(self.hidden)
-        if trace.truncated_at is not None:
+        stopped = trace.header.truncated_at is not None and hidden.n_tokens >= trace.n_tokens
+        if trace.truncated_at is not None and not stopped:
             raise KairoxError(
-                f"{self.trace} was cut after {trace.truncated_at} tokens, and the hidden states "
-                "may have been elsewhere; record again, fewer tokens if need be"
+                f"{self.trace} was cut after {trace.truncated_at} tokens and {self.hidden} after "
+                f"{hidden.n_tokens}, by more than Ctrl-C; record again, fewer tokens if need be"
             )
+        hidden = hidden.first(trace.n_tokens) if stopped else hidden
         header = hidden.header
         if self.model_dir is not None and header.model_sha256 != model_sha256(self.model_dir):
             raise KairoxError(

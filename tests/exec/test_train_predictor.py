@@ -255,7 +255,28 @@ def test_recordings_of_other_models_and_cut_ones(
         os.truncate(cut, whole.stat().st_size * 9 // 10)
         with pytest.raises(KairoxError, match=r"was cut"):
             train_on(replace(recording, **{name: cut}), tmp_path / "p", **QUICK)
-    assert not (tmp_path / "p").exists()
+
+
+def test_what_ctrl_c_left_can_be_learnt_from(
+    tiny_reglu_dir: Path, prompts_dir: Path, tmp_path: Path
+) -> None:
+    def stop(done: int, of: int) -> None:
+        if done >= 200:
+            raise KeyboardInterrupt
+
+    pair = Recording(tmp_path / "t.arrow", tmp_path / "t.hidden")
+    with pytest.raises(KeyboardInterrupt):
+        record(
+            tiny_reglu_dir, prompts_dir / "prose.txt", pair.trace, tokens=256, prefill=190,
+            hidden=pair.hidden, progress=stop,
+        )  # fmt: skip
+    trace, hidden = pair.read()
+    assert trace.truncated_at == trace.n_tokens == hidden.n_tokens >= 200
+    train_on(pair, tmp_path / "p", **QUICK)
+    # What was seen of a step that the trace has no more is no state of it.
+    first = read_hidden_states(pair.hidden).first(150)
+    assert first.n_tokens == 150
+    assert {len(rows) for rows in first.states.values()} == {150}
 
 
 def test_ctrl_c_says_what_there_is(
