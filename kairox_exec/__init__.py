@@ -11,12 +11,18 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kairox_exec.generation import generate
+    from kairox_exec.host_pool import HostPool
     from kairox_exec.live import load
-    from kairox_exec.live_run import calibrate
+    from kairox_exec.live_device import HostSide
+    from kairox_exec.live_run import ForcedText, Machine, calibrate
     from kairox_exec.recording import record
     from kairox_exec.validation import validate
 
 _HOME = {
+    "ForcedText": "live_run",
+    "HostPool": "host_pool",
+    "HostSide": "live_device",
+    "Machine": "live_run",
     "calibrate": "live_run",
     "generate": "generation",
     "load": "live",
@@ -24,7 +30,21 @@ _HOME = {
     "validate": "validation",
 }
 
-__all__ = ["calibrate", "generate", "load", "record", "validate"]
+__all__ = [
+    "ForcedText",
+    "HostPool",
+    "HostSide",
+    "Machine",
+    "calibrate",
+    "generate",
+    "load",
+    "record",
+    "validate",
+]
+
+
+def __dir__() -> list[str]:
+    return __all__
 
 
 def __getattr__(name: str) -> Any:

@@ -261,8 +261,8 @@ def verdict_of(limits: tuple[Limit, Limit, Limit]) -> str:
     """
     known = [(limit.seconds, limit.part) for limit in limits if limit.seconds is not None]
     if len(known) < len(limits):
-        missing = ", ".join(limit.part for limit in limits if limit.seconds is None)
-        return f"what limits this machine is not known: the rate of {missing} is not"
+        missing = " and of ".join(limit.part for limit in limits if limit.seconds is None)
+        return f"what limits this machine is not known, as the rate of {missing} is not"
     device, *misses = known
     fast, slow = sorted(misses)
     pace_s, pace = max(device, fast)

@@ -430,6 +430,7 @@ def test_help_loads_nothing_heavy() -> None:
 def test_public_names_exist() -> None:
     import kairox_sim
 
+    assert dir(kairox_sim) == sorted(kairox_sim.__all__)
     for name in kairox_sim.__all__:
         assert getattr(kairox_sim, name) is not None
     assert callable(kairox_sim.simulate)

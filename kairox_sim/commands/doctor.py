@@ -93,8 +93,9 @@ def _print_budgets(found: Doctor) -> None:
     vram = found.budgets[0].vram_bytes
     table = Table(
         title=f"neurons that fit in {vram / 2**30:.4g} GiB",
-        caption="slots of each layer and their share of its neurons; context 2,048; the gate of "
-        "every neuron, attention, head, keys and values and 1.3 GB of workspaces beside",
+        caption="slots of each layer and their share of its neurons, or what is needed before the "
+        "first slot: the gate of every neuron, attention, head, keys and values of 2,048 tokens "
+        "and 1.3 GB of workspaces; `kairox simulate --vram` plans for its trace's context",
     )
     table.add_column("model")
     for kind in KINDS:

@@ -238,6 +238,13 @@ def record(
         say(f"kairox: {str(stop) or begun}")
         raise typer.Exit(INTERRUPTED) from stop
     _report(path, as_json)
+    if texts and batch > (n_windows := -(-tokens // window)):
+        print_warnings(
+            [
+                f"--batch {batch}: {tokens} tokens of a text in windows of {window} are {n_windows} "
+                "to feed side by side; give more --tokens, or a smaller --window"
+            ]
+        )
 
 
 def _refuse(given: dict[str, Any]) -> None:

@@ -198,6 +198,7 @@ def test_the_public_api_is_lazy_and_whole() -> None:
     import kairox_exec
 
     assert kairox_exec.generate is generate
+    assert dir(kairox_exec) == sorted(kairox_exec.__all__)
     for name in kairox_exec.__all__:
         assert callable(getattr(kairox_exec, name))
     assert Generated.__dataclass_params__.frozen

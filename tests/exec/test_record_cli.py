@@ -171,7 +171,9 @@ def test_a_plain_run_is_recorded(
 ) -> None:
     text = ["--text", prompts_dir / "math.txt", prompts_dir / "code.txt", "--tokens", 40]
     kairox(*command, *text, "--run", "plain", "--batch", 2, "--json")
-    said = _json(capsys)
+    told = capsys.readouterr()
+    assert "--batch 2: 40 tokens of a text in windows of 256 are 1 to feed side by side" in told.err
+    said = json.loads(told.out)
     assert (said["tokens"], said["predicted_trigger"]) == (80, None)
     header = read_trace(tmp_path / "t.arrow", strict=True).header
     assert header.run["kind"] == "plain"
