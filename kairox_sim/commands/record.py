@@ -241,8 +241,8 @@ def record(
     if texts and batch > (n_windows := -(-tokens // window)):
         print_warnings(
             [
-                f"--batch {batch}: {tokens} tokens of a text in windows of {window} are {n_windows} "
-                "to feed side by side; give more --tokens, or a smaller --window"
+                f"--batch {batch}: {tokens} tokens of a text in windows of {window} are "
+                f"{n_windows} to feed side by side; give more --tokens, or a smaller --window"
             ]
         )
 
