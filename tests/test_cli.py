@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import json
 import os
 import re
@@ -16,9 +17,10 @@ from typing import Any
 import pandas as pd
 import pytest
 from toys import of_chunks, random_trace
+from typer.testing import CliRunner
 
 from kairox_sim import cli
-from kairox_sim.cli import COMMANDS, main
+from kairox_sim.cli import COMMANDS, app, main
 from kairox_sim.commands.options import exec_extra
 from kairox_sim.commands.sweep import MOST_ROWS, distinct_warnings, print_fastest
 from kairox_sim.errors import KairoxError
@@ -401,6 +403,25 @@ def test_every_command_has_an_example_and_json(command: Any, capsys: Capture) ->
     assert f"Example: kairox {name} " in " ".join(command.__doc__.split())
     kairox(name, "--help")
     assert "--json" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda c: c.__name__)
+def test_defaults_that_the_help_names_are_shown(command: Any) -> None:
+    """Brackets in a help text are rich's markup, which shows nothing of what it does not know."""
+    options = inspect.signature(command, eval_str=True).parameters.values()
+    texts = [help_of(option.annotation) for option in options]
+    written = [text for text in texts if "default: " in text]
+    assert all(text.count("\\[default: ") == 1 for text in written)
+    assert not any(re.search(r"(?<!\\)\[[a-z/]", text) for text in texts)
+    name = command.__name__.replace("_", "-")
+    shown = CliRunner().invoke(app, [name, "--help"], env={"COLUMNS": "200"}).output
+    for text in written:
+        default = text.partition("[")[2].split()[:2]
+        assert " ".join(default) in re.sub(r"[│\s]+", " ", shown)
+
+
+def help_of(annotation: Any) -> str:
+    return next((m.help for m in getattr(annotation, "__metadata__", ()) if m.help), "")
 
 
 def test_the_same_json_whatever_the_hash_seed(folder: Path) -> None:

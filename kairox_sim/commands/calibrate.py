@@ -56,7 +56,7 @@ def calibrate(
     predictor: Annotated[
         str | None,
         typer.Option(
-            help="lookahead, or rank with --predictor-file. [default: the file's, else lookahead]"
+            help="lookahead, or rank with --predictor-file. \\[default: the file's, else lookahead]"
         ),
     ] = None,
     predictor_file: PredictorFile = None,
@@ -64,7 +64,7 @@ def calibrate(
     vram: Annotated[
         str | None,
         typer.Option(
-            help="Device memory the profile says, such as 12GiB. [default: the machine's]"
+            help="Device memory the profile says, such as 12GiB. \\[default: the machine's]"
         ),
     ] = None,
     time_scale: TimeScale = None,

@@ -19,19 +19,19 @@ Numerics = Annotated[
     str | None,
     typer.Option(
         help="fast, or deterministic: sums in fixed point, the same bits wherever a neuron is "
-        "computed. [default: fast]"
+        "computed. \\[default: fast]"
     ),
 ]
 Weights = Annotated[
     str | None,
     typer.Option(
         help="How the FFN's rows are kept: float32, float16, bfloat16, int8, q8_0, q4_0. "
-        "[default: as the rest of the model]"
+        "\\[default: as the rest of the model]"
     ),
 ]
 Dtype = Annotated[
     str | None,
-    typer.Option(help="Of everything else: float32, bfloat16, float16. [default: float32]"),
+    typer.Option(help="Of everything else: float32, bfloat16, float16. \\[default: float32]"),
 ]
 Vram = Annotated[
     str | None,
@@ -63,7 +63,7 @@ CacheDir = Annotated[
     Path | None,
     typer.Option(
         help="Where FFN rows are kept ready for the next start; off: nowhere. See `kairox "
-        "bundles`. [default: the platform's cache, for rows of 256 MB and more]"
+        "bundles`. \\[default: the platform's cache, for rows of 256 MB and more]"
     ),
 ]
 

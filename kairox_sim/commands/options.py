@@ -26,23 +26,24 @@ SystemName = Annotated[
     str | None, typer.Option("--system", help="A preset of all of these; see `kairox systems`.")
 ]
 Policy = Annotated[
-    str | None, typer.Option(help="What moves, see `kairox policies`. [default: tam]")
+    str | None, typer.Option(help="What moves, see `kairox policies`. \\[default: tam]")
 ]
 Controller = Annotated[
-    str | None, typer.Option(help="What adapts, see `kairox policies`. [default: fixed]")
+    str | None, typer.Option(help="What adapts, see `kairox policies`. \\[default: fixed]")
 ]
 Slots = Annotated[
     str | None,
     typer.Option(
         help="Neurons resident per layer: N of the trace's (live: the model's); a,b,.. for each "
         "layer; density or density:N; the size of all of them, such as 4GiB; vram: what fits; all; "
-        "ngl or ngl:N: the last N layers of the model whole. [default: a quarter]"
+        "ngl or ngl:N: the last N layers of the model whole. \\[default: a quarter]"
     ),
 ]
 Gating = Annotated[
     str | None,
     typer.Option(
-        help="exact, screened, oracle; predicted (lossy); dense (simulated only). [default: exact]"
+        help="exact, screened, oracle; predicted (lossy); dense (simulated only). "
+        "\\[default: exact]"
     ),
 ]
 ModelAs = Annotated[

@@ -17,19 +17,19 @@ def plot(
     ],
     out: Annotated[Path, typer.Option("-o", "--out", help="The folder to put the figures in.")],
     hardware: Annotated[
-        str | None, typer.Option(help="One of the table's machines. [default: each]")
+        str | None, typer.Option(help="One of the table's machines. \\[default: each]")
     ] = None,
     link: Annotated[
-        str | None, typer.Option(help="For figures of one bus. [default: the middle one]")
+        str | None, typer.Option(help="For figures of one bus. \\[default: the middle one]")
     ] = None,
     gating: Annotated[
-        str | None, typer.Option(help="For figures of one gating. [default: each]")
+        str | None, typer.Option(help="For figures of one gating. \\[default: each]")
     ] = None,
     slots: Annotated[
-        float | None, typer.Option(help="For figures of one budget. [default: the middle one]")
+        float | None, typer.Option(help="For figures of one budget. \\[default: the middle one]")
     ] = None,
     formats: Annotated[
-        list[str] | None, typer.Option("--format", help="png, pdf or svg. [default: png and pdf]")
+        list[str] | None, typer.Option("--format", help="png, pdf or svg. \\[default: png and pdf]")
     ] = None,
     as_json: Json = False,
 ) -> None:

@@ -61,7 +61,7 @@ Emulate = Annotated[
 TimeScale = Annotated[
     float | None,
     typer.Option(
-        help="How much slower than its profile an emulated device runs. [default: so that the "
+        help="How much slower than its profile an emulated device runs. \\[default: so that the "
         "shortest decode layer lasts 3 ms]"
     ),
 ]
@@ -107,7 +107,7 @@ def record(
     settings: SettingsFile = None,
     policy: Annotated[
         str | None,
-        typer.Option(help="Record a run under this policy. [default: all neurons resident]"),
+        typer.Option(help="Record a run under this policy. \\[default: all neurons resident]"),
     ] = None,
     controller: Controller = None,
     slots: Slots = None,
@@ -123,7 +123,7 @@ def record(
     set_keys: SetKeys = None,
     trigger: Annotated[
         str | None,
-        typer.Option(help="When predictions are made: attn_out, attn_in. [default: attn_out]"),
+        typer.Option(help="When predictions are made: attn_out, attn_in. \\[default: attn_out]"),
     ] = None,
     call_log: Annotated[
         Path | None, typer.Option(help="Also write every call of the neuron cache to this file.")

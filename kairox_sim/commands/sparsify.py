@@ -27,7 +27,7 @@ def sparsify(
     skip: Annotated[int, typer.Option(help="Tokens of the text to leave out first.")] = 0,
     eval_text: Annotated[
         Path | None,
-        typer.Option(help="Text to measure on. [default: what follows in the first]"),
+        typer.Option(help="Text to measure on. \\[default: what follows in the first]"),
     ] = None,
     eval_tokens: Annotated[int, typer.Option(help="Tokens to measure on.")] = 1024,
     window: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 256,

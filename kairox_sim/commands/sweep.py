@@ -31,7 +31,7 @@ def sweep(
     spec: Annotated[Path, typer.Argument(metavar="FILE.toml", help="What to sweep.")],
     out: Annotated[Path, typer.Option("-o", "--out", help="The table to write, Parquet.")],
     workers: Annotated[
-        int | None, typer.Option(min=1, help="Processes. [default: one per core]")
+        int | None, typer.Option(min=1, help="Processes. \\[default: one per core]")
     ] = None,
     trace: Annotated[
         Path | None, typer.Option(help="Instead of the file's trace. Paths start where you are.")

@@ -45,22 +45,22 @@ def train_predictor(
         list[Path] | None, typer.Option(help="Texts to record and to learn from.")
     ] = None,
     tokens: Annotated[
-        int | None, typer.Option(help="Of each text, to learn from. [default: 2048]")
+        int | None, typer.Option(help="Of each text, to learn from. \\[default: 2048]")
     ] = None,
     skip: Annotated[
-        int | None, typer.Option(help="Tokens of each text to leave out first. [default: 4096]")
+        int | None, typer.Option(help="Tokens of each text to leave out first. \\[default: 4096]")
     ] = None,
     eval_text: Annotated[
         list[Path] | None,
-        typer.Option(help="Texts to judge it on. [default: other tokens of those learnt from]"),
+        typer.Option(help="Texts to judge it on. \\[default: other tokens of those learnt from]"),
     ] = None,
     eval_tokens: Annotated[
         int | None,
-        typer.Option(help="Of each text, to judge it on; 0: not judged. [default: 512]"),
+        typer.Option(help="Of each text, to judge it on; 0: not judged. \\[default: 512]"),
     ] = None,
     eval_skip: Annotated[
         int | None,
-        typer.Option(help="Tokens of each text to leave out before those. [default: 0]"),
+        typer.Option(help="Tokens of each text to leave out before those. \\[default: 0]"),
     ] = None,
     trace: Annotated[
         Path | None, typer.Option(help="Instead of texts: a trace recorded with --hidden.")
@@ -73,27 +73,28 @@ def train_predictor(
         ),
     ] = None,
     rank: Annotated[
-        int | None, typer.Option(help="Width in the middle. [default: a quarter of d_model]")
+        int | None, typer.Option(help="Width in the middle. \\[default: a quarter of d_model]")
     ] = None,
     recall: Annotated[
         str | None,
         typer.Option(
             help="Of each layer's active neurons, by choice of its threshold: R, or a,b,.. for "
-            "each layer. [default: 0.95]"
+            "each layer. \\[default: 0.95]"
         ),
     ] = None,
     trigger: Annotated[
         str | None,
         typer.Option(
             help="What layer l+1's is fed: attn_out, the state after layer l's attention (the "
-            "paper), or attn_in, the state entering layer l (the guide). [default: attn_out]"
+            "paper), or attn_in, the state entering layer l (the guide). \\[default: attn_out]"
         ),
     ] = None,
     epochs: Annotated[
-        int | None, typer.Option(help="Passes over the tokens. [default: 12]")
+        int | None, typer.Option(help="Passes over the tokens. \\[default: 12]")
     ] = None,
     seed: Annotated[
-        int | None, typer.Option(help="Of the first weights and the order of tokens. [default: 0]")
+        int | None,
+        typer.Option(help="Of the first weights and the order of tokens. \\[default: 0]"),
     ] = None,
     thresholds: Thresholds = None,
     threads: Threads = None,

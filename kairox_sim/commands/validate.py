@@ -70,7 +70,7 @@ def validate(
     set_keys: SetKeys = None,
     hardware: Annotated[
         Path | None,
-        typer.Option(help="What `calibrate` wrote on this machine. [default: calibrate now]"),
+        typer.Option(help="What `calibrate` wrote on this machine. \\[default: calibrate now]"),
     ] = None,
     device: Device = "auto",
     emulate: Emulate = None,

@@ -41,7 +41,7 @@ def workload(
         ),
     ] = 0,
     gating: Annotated[
-        str | None, typer.Option(help="exact or predicted. [default: predicted where it can be]")
+        str | None, typer.Option(help="exact or predicted. \\[default: predicted where it can be]")
     ] = None,
     trigger: Annotated[
         str, typer.Option(help="When predictions are made: attn_in, attn_out or serial.")
