@@ -6,6 +6,7 @@ layer's threshold is the highest that reaches the recall on tokens that were kep
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -84,7 +85,7 @@ def train(
         rank=width,
         recall_target=targets[0] if len(set(targets)) == 1 else tuple(targets),
         thresholds=tuple(thresholds),
-        seen=tuple((s.source_sha256, s.token_start, s.token_stop) for s in header.sequences),
+        seen=_seen(trace),
     )
     return MlpPredictor(info, tuple(nets))
 
@@ -150,6 +151,16 @@ def _threshold(net: LayerNet, x: torch.Tensor, y: torch.Tensor, recall: float) -
     at = int(np.floor((1 - recall) * len(of_active)))
     # Just below the value itself, which must exceed it.
     return float(np.nextafter(np.float32(of_active[at].item()), np.float32(-np.inf)))
+
+
+def _seen(trace: Trace) -> tuple[tuple[str, int, int], ...]:
+    """What was fed of each text; a recording that was stopped names more than it holds."""
+    fed = Counter(trace.seq[trace.layer == 0].tolist())
+    return tuple(
+        (s.source_sha256, s.token_start, min(s.token_stop, s.token_start + fed[s.seq]))
+        for s in trace.header.sequences
+        if fed[s.seq]
+    )
 
 
 def active_of(trace: Trace, layer: int) -> NDArray[np.bool_]:

@@ -272,7 +272,8 @@ def test_what_ctrl_c_left_can_be_learnt_from(
         )  # fmt: skip
     trace, hidden = pair.read()
     assert trace.truncated_at == trace.n_tokens == hidden.n_tokens >= 200
-    train_on(pair, tmp_path / "p", **QUICK)
+    made, _ = train_on(pair, tmp_path / "p", **QUICK)
+    assert [(first, last) for _, first, last in made.info.seen] == [(0, trace.n_tokens)]
     # What was seen of a step that the trace has no more is no state of it.
     first = read_hidden_states(pair.hidden).first(150)
     assert first.n_tokens == 150
