@@ -27,6 +27,7 @@ from kairox_sim.errors import KairoxError
 from kairox_sim.hardware import load_profile
 from kairox_sim.metrics import AGAINST, METRICS, STEP_COLUMNS
 from kairox_sim.model import CATALOGUE
+from kairox_sim.record import APPROXIMATE, LOSSY
 from kairox_sim.settings import Settings
 from kairox_sim.sweeps import Sweep, expand
 from kairox_sim.trace import write_trace
@@ -290,6 +291,12 @@ def test_sweep_then_best(folder: Path, capsys: Capture) -> None:
     fastest = rows.loc[rows["tok_s_scaled"].idxmax()]
     assert f" on pc1: {fastest['tok_s_scaled']:.4g} tokens/s scaled to the model's layers" in out
     assert "a stand-in: another model's activations" in out
+    assert "lossy" not in out
+    lossy = pd.read_parquet(table).assign(exactness=LOSSY)
+    lossy.to_parquet(folder / "lossy.parquet")
+    kairox("best", folder / "lossy.parquet", "--hardware", "pc1", "--link", "own", "-o", chosen)
+    assert LOSSY in capsys.readouterr().out
+    kairox("best", table, "--hardware", "pc1", "--link", "own", "--slots-max", 8, "-o", chosen)
     assert tomllib.loads(chosen.read_text(encoding="utf-8"))["slots"] == 8
     # 24 of 64 neurons take 10.9 GB with the margin: within 11 GB, and not within 10.5 GB
     for vram, slots in (("11GB", 24), ("10GB", 8), ("10GiB", 8)):
@@ -303,12 +310,13 @@ def test_sweep_then_best(folder: Path, capsys: Capture) -> None:
 
 def test_what_a_sweep_shows_is_short_and_warnings_once(capsys: Capture) -> None:
     row = {"status": "ok", "label": "lru 8", "fits": True, "costs": "own costs",
+           "exactness": "exact",
            "machine": "calibrated-emulated-pc1-slowed-100x-deterministic+pcie3",
            "tok_s_scaled": 2.0, "hit_on_time": 0.5, "residual_share": 0.5,
            "loads_per_layer_step": 1.0, "over_bound": float("nan"),
            "warnings": "a; with more\nb"}  # fmt: skip
     slow = row | {"label": "slowest", "tok_s_scaled": 1.0, "warnings": "b"}
-    bound = row | {"fits": False}
+    bound = row | {"fits": False, "exactness": f"{APPROXIMATE}; {LOSSY}"}
     table = pd.DataFrame([slow, bound, *([row] * (MOST_ROWS - 1)), row | {"status": "refused"}])
     print_fastest(table)
     out = capsys.readouterr().out
@@ -316,6 +324,7 @@ def test_what_a_sweep_shows_is_short_and_warnings_once(capsys: Capture) -> None:
     assert "slowest" not in out
     assert "…" not in out  # names of machines differ at their ends
     assert out.count(" no ") == 1
+    assert out.count("lru 8 (approximate, lossy)") == 1
     assert "and 1 slower ones" in out
     assert "unknown" in out
     assert distinct_warnings(table) == ["b (22 of 22 cells)", "a; with more (21 of 22 cells)"]

@@ -10,6 +10,7 @@ import typer
 from kairox_sim.commands.options import Json, Link, print_json, print_warnings
 from kairox_sim.errors import KairoxError
 from kairox_sim.outputs import require_place
+from kairox_sim.record import EXACT
 
 
 def best(
@@ -53,6 +54,8 @@ def best(
         f"on time, {row['device_bytes'] / 1e9:.2f} GB of device memory ({row['costs']}; "
         f"{row['prediction_label']})"
     )
+    if row["exactness"] != EXACT:
+        typer.echo(row["exactness"])
     if row["tied"]:
         typer.echo(
             f"within {TIE:.0%} of the fastest, so no slower as far as this can tell, and with no "

@@ -17,6 +17,7 @@ from kairox_sim.commands.options import (
     wide_console,
 )
 from kairox_sim.commands.record import INTERRUPTED
+from kairox_sim.record import EXACT
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -114,7 +115,7 @@ def print_fastest(table: pd.DataFrame) -> None:
         shown.add_column(name, justify="right")
     for _, row in ran.head(MOST_ROWS).iterrows():
         shown.add_row(
-            row["label"],
+            row["label"] if row["exactness"] == EXACT else f"{row['label']} ({_short(row)})",
             row["machine"],
             *((row["costs"].rpartition(", ")[2],) if several else ()),
             *("unknown" if row[key] != row[key] else f"{row[key]:.4g}" for key in SHOWN),
@@ -125,6 +126,11 @@ def print_fastest(table: pd.DataFrame) -> None:
     console.print(shown)
     if len(ran) > MOST_ROWS:
         console.print(f"and {len(ran) - MOST_ROWS} slower ones, in the table", highlight=False)
+
+
+def _short(row: pd.Series) -> str:
+    """lossy or approximate: the first word of each of what is promised."""
+    return ", ".join(part.partition(":")[0] for part in row["exactness"].split("; "))
 
 
 def warnings_of(text: str | None) -> list[str]:
