@@ -324,7 +324,7 @@ def test_what_a_sweep_shows_is_short_and_warnings_once(capsys: Capture) -> None:
     assert "slowest" not in out
     assert "…" not in out  # names of machines differ at their ends
     assert out.count(" no ") == 1
-    assert out.count("lru 8 (approximate, lossy)") == 1
+    assert (out.count("(approximate,"), out.count("lossy)")) == (1, 1)
     assert "and 1 slower ones" in out
     assert "unknown" in out
     assert distinct_warnings(table) == ["b (22 of 22 cells)", "a; with more (21 of 22 cells)"]
