@@ -109,10 +109,10 @@ def print_fastest(table: pd.DataFrame) -> None:
     costs = "; ".join(sorted(set(ran["costs"])))
     shown = Table(title=f"simulated: {costs}; tok_s_scaled is tokens/s of the whole model")
     several = ran["costs"].nunique() > 1
-    shown.add_column("setting")
+    shown.add_column("setting", overflow="fold")
     shown.add_column("hardware", overflow="fold")
     for name in (*(("costs",) if several else ()), *SHOWN, "fits", "warnings"):
-        shown.add_column(name, justify="right")
+        shown.add_column(name, justify="right", overflow="fold")
     for _, row in ran.head(MOST_ROWS).iterrows():
         shown.add_row(
             row["label"] if row["exactness"] == EXACT else f"{row['label']} ({_short(row)})",
