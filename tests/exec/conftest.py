@@ -11,10 +11,9 @@ TINY_REGLU = Path(__file__).parents[2] / "experiments" / "models" / "tiny-reglu"
 PROMPTS = Path(__file__).parents[2] / "experiments" / "prompts"
 
 
-@pytest.fixture(scope="session", autouse=True)
-def one_torch_thread() -> None:
-    """The suite runs on both cores of a small machine: more threads only wait for each other."""
-    torch.set_num_threads(1)
+# The suite runs on both cores of a small machine: more threads only wait for each other. Set before
+# any test module is imported, since calibrations name the number.
+torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")

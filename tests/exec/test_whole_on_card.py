@@ -49,6 +49,7 @@ def card(monkeypatch: pytest.MonkeyPatch, seed: int = 0) -> Iterator[LateDevice]
     """device="cuda" is a late one."""
     late = LateDevice(seed)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(live_device, "find_spec", lambda name: name)  # triton is there
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (GB12, 2 * GB12))
     monkeypatch.setattr(
         live_device,
