@@ -210,7 +210,10 @@ def test_a_log_in_place_of_the_trace_or_nowhere_is_refused_before_recording(
     tiny_reglu_dir: Path, prompts_dir: Path, tmp_path: Path
 ) -> None:
     text, out = prompts_dir / "prose.txt", tmp_path / "t.arrow"
-    for log, said in ((out, "is the file of the trace too"), (tmp_path / "no" / "c.arrow", "no folder")):
+    for log, said in (
+        (out, "is the file of the trace too"),
+        (tmp_path / "no" / "c.arrow", "no folder"),
+    ):
         with pytest.raises(KairoxError, match=said):
             record(tiny_reglu_dir, text, out, tokens=40, call_log=log, force=True)
         assert not out.exists()
