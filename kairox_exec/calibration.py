@@ -31,7 +31,9 @@ from kairox_sim.hardware import (
 from kairox_sim.hardware import Op as OpCost
 from kairox_sim.metrics import plain
 
-OVERRUN_LIMIT = 0.02  # more overruns than this and an emulated run says nothing about its pacing
+# Of ops that took longer than the emulated machine allows, or of time by which they did: a run of
+# more has times that are partly this host's.
+OVERRUN_LIMIT = 0.02
 
 
 class PaceError(KairoxError):
@@ -123,9 +125,9 @@ def fit_profile(
             )
         if run.overrun_share > OVERRUN_LIMIT:
             raise PaceError(
-                f"{run.label}: {run.overrun_share:.1%} of ops took longer than the emulated "
-                f"machine allows (limit {OVERRUN_LIMIT:.0%}); close other programs or raise "
-                "time_scale"
+                f"setting {run.label!r} fell behind the emulated machine's pace by "
+                f"{run.overrun_share:.1%} (limit {OVERRUN_LIMIT:.0%}): close other programs, or "
+                f"slow the machine down more: --time-scale, which is {machine.time_scale:g}"
             )
     seen = _Seen(runs, costs, machine.decide_blocks_gpu)
     lines = {

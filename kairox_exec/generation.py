@@ -11,7 +11,6 @@ import numpy as np
 
 from kairox_exec.calibration import OVERRUN_LIMIT
 from kairox_exec.device import Device
-from kairox_exec.emulated import EmulatedDevice
 from kairox_exec.live import (
     ONE_THREAD,
     HostSide,
@@ -21,6 +20,7 @@ from kairox_exec.live import (
     profile_for,
     start,
 )
+from kairox_exec.live_device import pace_lost
 from kairox_exec.runner import Runner
 from kairox_exec.sampling import sampler
 from kairox_exec.text import Tokenizer, check_vocabulary, load_tokenizer
@@ -151,7 +151,6 @@ def _result(
 ) -> RunResult:
     device, steps = runner.device, steps_frame(records)
     costs, ending = device.costs, runner.ending
-    overruns = device.n_overruns / device.n_ops if device.n_ops else np.nan
     return RunResult(
         steps=steps,
         summary=summarise(
@@ -171,17 +170,14 @@ def _result(
         cancelled_at_end=0 if ending is None else ending.cancelled,
         warnings=overrun_warnings(device),
         settings=settings.model_dump(mode="json"),
-        provenance={"slots": list(runner.cache.capacity), "overrun_share": float(overruns)},
+        provenance={"slots": list(runner.cache.capacity), "overrun_share": max(pace_lost(device))},
     )
 
 
 def overrun_warnings(device: Device) -> tuple[str, ...]:
     """One, where an emulated device was too slow for its profile: often, or by much at a time."""
-    if not isinstance(device, EmulatedDevice) or device.costs is None:
-        return ()
-    often = device.n_overruns / max(1, device.n_ops)
-    longer = device.behind_ns / max(1, device.paced_ns)
-    if max(often, longer) <= OVERRUN_LIMIT:
+    often, longer = pace_lost(device)
+    if not max(often, longer) > OVERRUN_LIMIT:
         return ()
     return (
         f"{often:.1%} of the ops took longer than the emulated machine allows, and those of its "

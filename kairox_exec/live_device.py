@@ -17,6 +17,7 @@ import torch
 
 from kairox_exec.checkpoint import Progress
 from kairox_exec.cuda import CudaDevice
+from kairox_exec.device import Device
 from kairox_exec.emulated import EmulatedDevice
 from kairox_exec.host_pool import HostPool
 from kairox_exec.loading import dtype_named, read_config
@@ -257,3 +258,14 @@ def _unpaced(name: str, settings: Settings, host: HostSide) -> EmulatedDevice | 
     if settings.vram is not None:
         device.profile = with_vram(this_machine(name), parse_bytes(settings.vram))
     return device
+
+
+def pace_lost(device: Device) -> tuple[float, float]:
+    """How far an emulated device fell behind its profile; nan where nothing is paced.
+
+    (share of all ops that took longer than they may, by how much those of its GPU were longer in
+    all): few ops that are very late are no better than many that are a little late.
+    """
+    if not isinstance(device, EmulatedDevice) or device.costs is None:
+        return math.nan, math.nan
+    return device.n_overruns / max(1, device.n_ops), device.behind_ns / max(1, device.paced_ns)

@@ -9,7 +9,6 @@ import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from math import nan
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -30,7 +29,7 @@ from kairox_exec.live import (
     model_shape,
     start,
 )
-from kairox_exec.live_device import this_machine
+from kairox_exec.live_device import pace_lost, this_machine
 from kairox_exec.machine import machine_facts
 from kairox_exec.mlp_predictor import load_predictor
 from kairox_exec.oplog import NS
@@ -112,7 +111,7 @@ class LiveRun:
     records: tuple[StepRecord, ...]
     steps: tuple[StepOps, ...]
     ending: Ending
-    overrun_share: float  # of ops; nan where nothing is paced
+    overrun_share: float  # the larger of `pace_lost`; nan where nothing is paced
     slots: tuple[int, ...]  # of each layer
     planned_for: HardwareProfile | None  # whose memory a budget may fill; None: nobody's
     host_memory: str = ""  # of Device.status
@@ -161,7 +160,7 @@ def run_forced(
                 if on_step is not None:
                     on_step(record)
         assert runner.ending is not None
-        overruns = nan if device.costs is None else device.n_overruns / max(1, device.n_ops)
+        overruns = max(pace_lost(device))
         memory = str(device.status.get("host_memory", ""))
         slots, planned_for = tuple(runner.cache.capacity), device.profile
     if not any(record.phase == "decode" for record in records):

@@ -42,7 +42,7 @@ class Validation:
 
     @property
     def barred(self) -> pd.DataFrame:
-        """The rows in which more than OVERRUN_LIMIT of the ops of a repeat were overruns."""
+        """The rows in which a repeat fell behind by more than OVERRUN_LIMIT."""
         return self.table[self.table["overrun_share"] > OVERRUN_LIMIT]
 
     @property
@@ -123,8 +123,8 @@ class Validation:
         everything = judge(scored(self.table))
         return [
             f"judged: {len(self.clean)} of {len(self.table)} settings; barred, because in a repeat "
-            f"more than {OVERRUN_LIMIT:.0%} of the ops took longer than the emulated machine "
-            f"allows: {named}",
+            f"more than {OVERRUN_LIMIT:.0%} of the ops, or the GPU's time by more than that, took "
+            f"longer than the emulated machine allows: {named}",
             f"with the barred ones: median error {_share(everything.median_error)}, worst "
             f"{_share(everything.worst_error)}",
         ]

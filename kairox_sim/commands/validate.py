@@ -194,7 +194,8 @@ def print_validation(result: Validation, out: Path) -> None:
     console.print(table)
     console.print(
         "tok/s, of live runs with their spread; error is of the simulated time per token; overruns "
-        "are the worst repeat's share of ops that took longer than the emulated machine allows; "
+        "are the worst repeat's, of ops that took longer than the emulated machine allows or of "
+        "the GPU's time by which they did; "
         "hits on time and MB moved per token: live, simulated."
     )
     _print_queues(result)
