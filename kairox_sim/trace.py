@@ -294,7 +294,8 @@ def read_trace(path: str | Path, *, strict: bool = False) -> Trace:
     n_tokens = len(contents.columns["step"]) // header.n_layers
     truncated_at, warnings = header.truncated_at, contents.notes
     if truncated_at is not None:
-        warnings = (*warnings, f"{path}: truncated at token {truncated_at}, before it was sealed")
+        cut = f"truncated at token {truncated_at}: its recording was stopped there"
+        warnings = (*warnings, f"{path}: {cut}")
     if contents.cut is not None:
         truncated_at = n_tokens
         warnings = (*warnings, f"{path}: truncated at token {n_tokens}; {contents.cut}")

@@ -209,7 +209,7 @@ def test_sealing_a_cut_recording_keeps_saying_where_it_was_cut(stream, tmp_path)
     cut.write_bytes(raw[: batch_offsets(stream)[3] + 9])
     trace = read_trace(seal(cut))
     assert (trace.n_tokens, trace.truncated_at) == (6, 6)
-    assert "truncated at token 6, before it was sealed" in trace.warnings[0]
+    assert "truncated at token 6: its recording was stopped there" in trace.warnings[0]
     with pytest.raises(KairoxError, match="Strict reading"):
         read_trace(cut, strict=True)
     assert read_trace(seal(cut)).truncated_at == 6  # sealing twice hides nothing
