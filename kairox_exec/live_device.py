@@ -153,6 +153,16 @@ def choose_device(name: str) -> str:
     return name
 
 
+def refuse_pace(device: str, **given: object) -> None:
+    """What paces an emulated device says nothing of another one; None: not given."""
+    for option, value in given.items():
+        if value is not None:
+            raise KairoxError(
+                f"{option} is for the emulated device and the device is {device!r}; "
+                "use device 'emulated', or leave it out"
+            )
+
+
 def _has_triton() -> bool:
     return find_spec("triton") is not None
 
@@ -217,12 +227,7 @@ def device_for(
             f"is {chosen!r}; leave it out"
         )
     if chosen != "emulated":
-        for option, given in (("emulate", emulate), ("time_scale", time_scale), ("link", link)):
-            if given is not None:
-                raise KairoxError(
-                    f"{option} is for the emulated device and the device is {name!r}; "
-                    "use device 'emulated', or leave it out"
-                )
+        refuse_pace(name, emulate=emulate, time_scale=time_scale, link=link)
         return _unpaced(chosen, settings, host)
     if emulate is None:
         raise KairoxError("device 'emulated' needs a profile to emulate, such as emu-pc1 or pc1")

@@ -29,7 +29,7 @@ from kairox_exec.live import (
     model_shape,
     start,
 )
-from kairox_exec.live_device import pace_lost, this_machine
+from kairox_exec.live_device import pace_lost, refuse_pace, this_machine
 from kairox_exec.machine import machine_facts
 from kairox_exec.mlp_predictor import load_predictor
 from kairox_exec.oplog import NS
@@ -213,12 +213,7 @@ def machine_for(
     """
     chosen, kind = choose_device(device), kind or Settings()
     if chosen != "emulated":
-        for option, given in (("emulate", emulate), ("time_scale", time_scale), ("link", link)):
-            if given is not None:
-                raise KairoxError(
-                    f"{option} is for the emulated device and the device is {chosen!r}; use device "
-                    "'emulated', or leave it out"
-                )
+        refuse_pace(chosen, emulate=emulate, time_scale=time_scale, link=link)
         return Machine(chosen, numerics=kind.numerics, host=host)
     if emulate is None:
         raise KairoxError("device 'emulated' needs a profile to emulate, such as emu-pc1 or pc1")

@@ -40,7 +40,9 @@ class HostCopies:
         """The host's copy, complete once the events that `events` returns have passed."""
         if not tensor.is_cuda:
             return tensor.to("cpu")
-        side = self._streams.setdefault(tensor.device, _stream(tensor.device))
+        if tensor.device not in self._streams:
+            self._streams[tensor.device] = _stream(tensor.device)
+        side = self._streams[tensor.device]
         side.wait_stream(torch.cuda.current_stream(tensor.device))
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         with torch.cuda.stream(side):
@@ -59,3 +61,14 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
     new: Any = torch.cuda.Stream  # untyped
     stream: torch.cuda.Stream = new(device)
     return stream
+
+
+def masks_on_host(fired: list[torch.Tensor], copies: HostCopies) -> list[torch.Tensor]:
+    """A pass's masks by layer, packed in one where a GPU has them; bits are on their way already.
+
+    Complete once the events of `copies` have passed.
+    """
+    if fired[0].dtype == torch.uint8 or all([mask.is_cpu for mask in fired]):
+        return fired
+    where = fired[-1].device
+    return [copies.take(pack_bits(torch.stack([mask.to(where) for mask in fired])))]

@@ -31,7 +31,7 @@ from kairox_exec.families import decoder_layers, family_of, fires, rule_of
 from kairox_exec.generation import stop_tokens
 from kairox_exec.loading import model_sha256
 from kairox_exec.machine import machine_facts
-from kairox_exec.packing import HostCopies, pack_bits
+from kairox_exec.packing import HostCopies, masks_on_host, pack_bits
 from kairox_exec.plain_rows import Forward, PassWriter
 from kairox_exec.recording_file import (
     failure,
@@ -276,7 +276,7 @@ class PlainRecorder:
                 phase=self.phase or ("decode" if past > 0 and n_columns == 1 else "prefill"),
                 ids=self._copies.take(ids.clone()),
                 real=_real(kwargs.get("attention_mask"), n_columns, self._copies),
-                fired=_on_host([fired[i] for i in range(n_layers)], self._copies),
+                fired=masks_on_host([fired[i] for i in range(n_layers)], self._copies),
                 ready=self._copies.events(),
             )
         )
@@ -355,14 +355,6 @@ class PlainRecorder:
             approximate=COUNTED_SILENT if self._rule.approximate else None,
             run={"kind": "plain", "dtype": dtype, "weights": dtype, "numerics": "fast"},
         )
-
-
-def _on_host(fired: list[torch.Tensor], copies: HostCopies) -> list[torch.Tensor]:
-    """What `Forward.fired` takes, of masks on their devices, or of bits that are copied already."""
-    if fired[0].dtype == torch.uint8 or all([mask.is_cpu for mask in fired]):
-        return fired
-    where = fired[-1].device
-    return [copies.take(pack_bits(torch.stack([mask.to(where) for mask in fired])))]
 
 
 def _cache_of(named: Any) -> Any:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+
+from kairox_exec.loading import load_dense
+from kairox_exec.text import Tokenizer, load_tokenizer
 
 TINY_REGLU = Path(__file__).parents[2] / "experiments" / "models" / "tiny-reglu"
 PROMPTS = Path(__file__).parents[2] / "experiments" / "prompts"
@@ -24,6 +28,19 @@ def tiny_reglu_dir() -> Path:
 @pytest.fixture(scope="session")
 def prompts_dir() -> Path:
     return PROMPTS
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tiny_reglu_dir: Path) -> Tokenizer:
+    return load_tokenizer(tiny_reglu_dir)
+
+
+@pytest.fixture
+def model(tiny_reglu_dir: Path) -> Any:
+    """Transformers' own, of the shipped directory."""
+    loaded: Any = load_dense(tiny_reglu_dir)[0]
+    loaded.name_or_path = str(tiny_reglu_dir)  # as from_pretrained leaves it
+    return loaded
 
 
 @pytest.fixture(scope="session")

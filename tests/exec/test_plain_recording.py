@@ -22,23 +22,11 @@ from kairox_exec.plain_recording import record_plain
 from kairox_exec.plain_rows import PassWriter
 from kairox_exec.plain_run import record_plain_run
 from kairox_exec.recording import record
-from kairox_exec.text import Tokenizer, load_tokenizer
+from kairox_exec.text import Tokenizer
 from kairox_sim.errors import KairoxError
 from kairox_sim.trace import Trace, read_trace, unpack
 
 PROMPT = "The old house on the hill"
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tiny_reglu_dir: Path) -> Tokenizer:
-    return load_tokenizer(tiny_reglu_dir)
-
-
-@pytest.fixture
-def model(tiny_reglu_dir: Path) -> Any:
-    loaded: Any = load_dense(tiny_reglu_dir)[0]
-    loaded.name_or_path = str(tiny_reglu_dir)  # as from_pretrained leaves it
-    return loaded
 
 
 def _ids(tokenizer: Tokenizer, text: str = PROMPT) -> torch.Tensor:

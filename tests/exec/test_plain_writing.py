@@ -15,26 +15,13 @@ from hypothesis import strategies as st
 from torch import nn
 
 from kairox_exec import plain_recording
-from kairox_exec.loading import load_dense
 from kairox_exec.packing import pack_bits, pack_by_products
 from kairox_exec.plain_recording import record_plain
 from kairox_exec.plain_rows import PassWriter
-from kairox_exec.text import Tokenizer, load_tokenizer
+from kairox_exec.text import Tokenizer
 from kairox_sim.trace import Trace, pack, read_trace
 
 PROMPT = "The old house on the hill"
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tiny_reglu_dir: Path) -> Tokenizer:
-    return load_tokenizer(tiny_reglu_dir)
-
-
-@pytest.fixture
-def model(tiny_reglu_dir: Path) -> Any:
-    loaded: Any = load_dense(tiny_reglu_dir)[0]
-    loaded.name_or_path = str(tiny_reglu_dir)  # as from_pretrained leaves it
-    return loaded
 
 
 def _ids(tokenizer: Tokenizer) -> torch.Tensor:
